@@ -1,0 +1,150 @@
+"""From a checkpoint folder to an engine directory: check, export, collect weights, seal.
+
+Nothing here needs a GPU and no weight is read before every check has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+import twostroke
+from twostroke.builder.checkpoint import Checkpoint
+from twostroke.builder.draft_detection import detect_draft
+from twostroke.builder.engine_directory import file_records, seal, staging
+from twostroke.builder.export import export_step
+from twostroke.builder.inventory import inventory, target_inventory
+from twostroke.builder.networks.registry import DRAFTS, TARGETS
+from twostroke.builder.weights import collect, parameters_of
+from twostroke.engines.errors import BuildError
+from twostroke.engines.manifest import (
+    CONFIG_FILE,
+    SCHEMA,
+    WEIGHTS_FILE,
+    BuildConfig,
+    Manifest,
+    Speculative,
+    StateTensor,
+    Step,
+    encode,
+)
+from twostroke.engines.onnxruntime import versions
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+DEFAULT_MAX_SEQ_LEN = 8192
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Choices of a build. `max_seq_len` None takes the config's limit, at most DEFAULT_MAX_SEQ_LEN."""
+
+    engine: str = "onnxruntime"
+    draft: str = "auto"
+    max_seq_len: int | None = None
+    force: bool = False
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    return None
+
+
+def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = _silent) -> Manifest:
+    """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
+    if options.engine != "onnxruntime":
+        raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
+    checkpoint = Checkpoint.open(checkpoint_folder)
+    config = checkpoint.config
+    method = detect_draft(config, checkpoint.entries, options.draft)
+    if method == "none":
+        checkpoint.skip("mtp.")
+    checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
+    draft, target = DRAFTS[method](config), TARGETS["deepseek_v4"]
+    max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
+    network = target.network(config, draft.block_size, max_seq_len, draft.taps)
+    specs = (network.step(), *draft.steps())
+
+    with staging(destination, options.force) as folder:
+        steps = {}
+        for done, spec in enumerate(specs):
+            progress(f"exporting {spec.name}", done, len(specs))
+            exported = export_step(spec)
+            ir.save(exported.plugin, folder / f"{spec.name}.plugin.onnx")
+            ir.save(exported.portable, folder / f"{spec.name}.portable.onnx")
+            steps[spec.name] = Step(
+                spec.name, options.engine, "portable", f"{spec.name}.portable.onnx", exported.bindings, versions()
+            )
+        progress("exporting", len(specs), len(specs))
+        used = {b.name for step in steps.values() for b in step.bindings if b.role == "weight"}
+        parameters = {n: p for n, p in parameters_of(spec.module for spec in specs).items() if n in used}
+        index = collect(
+            checkpoint, parameters, folder, lambda name, done: progress("writing weights", done, len(parameters))
+        )
+        checkpoint.assert_all_consumed()
+        (folder / WEIGHTS_FILE).write_bytes(encode(index))
+        _copy_tokenizer(checkpoint_folder, folder)
+        manifest = Manifest(
+            schema=SCHEMA,
+            twostroke_version=twostroke.__version__,
+            pretrained_config=json.loads((checkpoint_folder / CONFIG_FILE).read_text()),
+            build_config=BuildConfig(
+                max_seq_len=max_seq_len,
+                max_draft_len=draft.block_size,
+                tokens_per_page=target.tokens_per_page,
+                vocab_size=config.vocab_size,
+                eos_token_ids=_eos_token_ids(checkpoint_folder, config.eos_token_ids),
+                bos_token_id=config.bos_token_id,
+            ),
+            speculative=Speculative(method, draft.block_size, draft.taps_width),
+            steps=steps,
+            state=_all_state(spec.state for spec in specs),
+            files=file_records(folder),
+        )
+        seal(folder, manifest)
+    return manifest
+
+
+def _sequence_limit(asked: int | None, trained: int, page: int) -> int:
+    if asked is None:
+        return min(trained, DEFAULT_MAX_SEQ_LEN)
+    if not 2 <= asked <= trained:
+        raise BuildError(
+            f"--max-seq-len is {asked}; accepted: 2 to {trained}, the config's max_position_embeddings"
+        )
+    return asked
+
+
+def _all_state(groups: object) -> tuple[StateTensor, ...]:
+    found: dict[str, StateTensor] = {}
+    for group in groups:  # type: ignore[attr-defined]
+        for tensor in group:
+            found.setdefault(tensor.name, tensor)
+    return tuple(found.values())
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _eos_token_ids(source: Path, from_config: tuple[int, ...]) -> tuple[int, ...]:
+    """End-of-text ids: the config's, and those a generation_config.json adds."""
+    path = source / "generation_config.json"
+    ids = list(from_config)
+    if path.is_file():
+        try:
+            extra = json.loads(path.read_text()).get("eos_token_id", [])
+        except (ValueError, AttributeError) as error:
+            raise BuildError(f"{path} is not a JSON object: {error}") from None
+        ids += extra if isinstance(extra, list) else [extra]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise BuildError(f"{path}: eos_token_id is {ids}; expected an integer or a list of integers")
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,406 @@
+"""A checkpoint's config.json as frozen dataclasses.
+
+Every field is read, checked and accounted for: a missing one, a wrong type or range, a value that is not implemented
+and a name that is not known are errors. Nothing falls back to built-in values. Field names are those of the
+V4-Flash-0731 config.json (`spec/deepseek_v4.md` section 2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.builder.strict_json import Fields, read_json_object, shown
+from twostroke.engines.errors import ConfigError
+
+SLIDING = "sliding_attention"
+CSA = "compressed_sparse_attention"
+HCA = "heavily_compressed_attention"
+LAYER_TYPES = (SLIDING, CSA, HCA)
+
+# Fields of which one value is implemented. A config without them means that value: the model type implies it.
+ONLY_VALUE: Mapping[str, Any] = {
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "first_k_dense_replace": 0,
+}
+
+ONLY_NOTE: Mapping[str, str] = {
+    "tie_word_embeddings": ": store head.weight beside embed.weight and set this field to false",
+}
+
+# Fields that are read by nobody here, and why that changes no result.
+HARMLESS: Mapping[str, str] = {
+    "architectures": "names a class of another library; model_type decides",
+    "auto_map": "points to Python code in the folder, which is never executed",
+    "transformers_version": "who wrote the file",
+    "_name_or_path": "where the file came from",
+    "initializer_range": "training only",
+    "attention_dropout": "training only",
+    "router_aux_loss_coef": "training only",
+    "router_jitter_noise": "training only",
+    "output_router_logits": "asks another library for extra outputs",
+    "use_cache": "the runtime always keeps its state",
+    "pad_token_id": "padding is addressed by slot, never by token id",
+}
+
+UNSUPPORTED_MODEL_TYPES: Mapping[str, str] = {
+    "deepseek_v41": "V4.1 is a different network (single-pass hyper-connections, engram, ratios 1 and 2)",
+    "deepseek_v41_text": "V4.1 is a different network (single-pass hyper-connections, engram, ratios 1 and 2)",
+}
+
+_SIZE = (1, 1 << 24)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN, applied to layers with a compressor only. No attention factor: cos and sin are not rescaled."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """The DSpark drafter stored as `mtp.0` .. `mtp.{stages-1}` (`spec/dspark.md` section 2.1)."""
+
+    block_size: int  # G, tokens drafted per iteration; also the number of draft input rows
+    noise_token_id: int  # embedded in rows 1..G-1
+    target_layer_ids: tuple[int, ...]  # 0-based target layers whose outputs are the taps, in tap order
+    markov_rank: int
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    @property
+    def stages(self) -> int:
+        """Draft stages: one per tapped layer. `num_nextn_predict_layers` says 1 in the release and is misleading."""
+        return len(self.target_layer_ids)
+
+
+@dataclass(frozen=True)
+class DeepseekV4Config:
+    """One DeepSeek-V4 target and, where the checkpoint has one, its DSpark drafter."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]  # [num_hidden_layers], 0 where the layer has no compressor
+    layer_types: tuple[str, ...]  # [num_hidden_layers], of LAYER_TYPES; 0 in compress_ratios is SLIDING
+    compress_rope_theta: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    num_hash_layers: int
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    bos_token_id: int
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str
+    num_nextn_predict_layers: int  # NextN blocks the config promises; means nothing when `dspark` is set
+    dspark: DSparkConfig | None
+
+
+def load_config(folder: Path | str) -> DeepseekV4Config:
+    """The config of the checkpoint in `folder`. Raises ConfigError in one sentence for every way it cannot be used."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist; expected a checkpoint folder")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; expected a checkpoint folder that holds config.json")
+    path = folder / "config.json"
+    return parse_config(read_json_object(path, ConfigError, limit=1 << 24), str(path))
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> DeepseekV4Config:
+    """A config.json object, checked. `where` names the file in errors. Raises ConfigError."""
+    fields = Fields(values, where)
+    _check_model_type(fields)
+    for name, only in ONLY_VALUE.items():
+        found = fields.take(name, only)
+        if found != only or isinstance(found, bool) != isinstance(only, bool):
+            raise fields.refused(name, found, f"only {json.dumps(only)} is implemented{ONLY_NOTE.get(name, '')}")
+    _check_unquantised(fields)
+
+    layers = fields.integer("num_hidden_layers", 1, 1024)
+    heads = fields.integer("num_attention_heads", *_SIZE)
+    vocab = fields.integer("vocab_size", 2, _SIZE[1])
+    head_dim = fields.integer("head_dim", *_SIZE)
+    experts = fields.integer("n_routed_experts", 1, 4096)
+    rope_theta, compress_rope_theta, rope_scaling = _rope(fields, head_dim)
+    dspark = _dspark(fields, layers, vocab)
+    ratios, layer_types = _layers(fields, layers)
+    eos = fields.take("eos_token_id")
+    if not isinstance(eos, int | list):
+        raise fields.refused("eos_token_id", eos, "expected a token id or a list of token ids")
+    config = DeepseekV4Config(
+        vocab_size=vocab,
+        hidden_size=fields.integer("hidden_size", *_SIZE),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        head_dim=head_dim,
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim", 2, head_dim),
+        q_lora_rank=fields.integer("q_lora_rank", *_SIZE),
+        o_groups=fields.integer("o_groups", 1, heads),
+        o_lora_rank=fields.integer("o_lora_rank", *_SIZE),
+        sliding_window=fields.integer("sliding_window", *_SIZE),
+        compress_ratios=ratios,
+        layer_types=layer_types,
+        compress_rope_theta=compress_rope_theta,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, (1 << 31) - 1),
+        index_n_heads=fields.integer("index_n_heads", *_SIZE),
+        index_head_dim=fields.integer("index_head_dim", *_SIZE),
+        index_topk=fields.integer("index_topk", *_SIZE),
+        moe_intermediate_size=fields.integer("moe_intermediate_size", *_SIZE),
+        n_routed_experts=experts,
+        n_shared_experts=ONLY_VALUE["n_shared_experts"],
+        num_experts_per_tok=fields.integer("num_experts_per_tok", 1, experts),
+        routed_scaling_factor=fields.positive("routed_scaling_factor"),
+        num_hash_layers=fields.integer("num_hash_layers", 0, layers),
+        swiglu_limit=fields.positive("swiglu_limit"),
+        hc_mult=fields.integer("hc_mult", 1, 64),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", 1, 1000),
+        hc_eps=fields.positive("hc_eps"),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
+        bos_token_id=fields.integer("bos_token_id", 0, vocab - 1),
+        eos_token_ids=fields.integers("eos_token_id", [eos] if isinstance(eos, int) else eos, 0, vocab - 1),
+        torch_dtype=_dtype(fields),
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
+        dspark=dspark,
+    )
+    _check_relations(config, fields)
+    fields.check_all_taken(HARMLESS)
+    return config
+
+
+def _check_model_type(fields: Fields) -> None:
+    found = fields.take("model_type")
+    if found != "deepseek_v4":
+        reason = UNSUPPORTED_MODEL_TYPES.get(found) if isinstance(found, str) else None
+        note = f" ({reason})" if reason else ""
+        raise fields.refused("model_type", found, f"supported model types: deepseek_v4{note}")
+
+
+def _check_unquantised(fields: Fields) -> None:
+    found = fields.take("quantization_config", None)
+    if found is not None:
+        raise fields.refused("quantization_config", found, "quantised weights are not read yet; convert to bf16")
+    found = fields.take("expert_dtype", None)
+    if found not in (None, "bf16", "bfloat16", "fp32", "float32"):
+        raise fields.refused("expert_dtype", found, "quantised weights are not read yet; convert to bf16")
+
+
+def _dtype(fields: Fields) -> str:
+    """`torch_dtype` or its newer name `dtype`. FP16 is not accepted: tapped hidden rows overflow it."""
+    names = [name for name in ("torch_dtype", "dtype") if fields.take(name, None) is not None]
+    if not names:
+        raise fields.missing("torch_dtype")
+    found = fields.values[names[0]]
+    if len(names) == 2 and found != fields.values[names[1]]:
+        raise fields.refused("torch_dtype", found, f"but dtype is {shown(fields.values['dtype'])}; keep one")
+    if found not in ("bfloat16", "float32"):
+        raise fields.refused(names[0], found, "accepted: bfloat16, float32")
+    return str(found)
+
+
+def _layers(fields: Fields, layers: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ratio and type of each target layer. Without `layer_types`, ratio 4 is CSA and every other one HCA."""
+    ratios = fields.integers("compress_ratios", fields.take("compress_ratios"), 0, 1 << 16)
+    if len(ratios) < layers:
+        raise fields.refused("compress_ratios", list(ratios), f"expected at least num_hidden_layers = {layers} entries")
+    if any(ratios[layers:]):
+        raise fields.refused(
+            "compress_ratios", list(ratios), f"entries after the first {layers} belong to draft stages and must be 0"
+        )
+    ratios = ratios[:layers]
+    if 1 in ratios:
+        raise fields.refused("compress_ratios", list(ratios), "accepted: 0 (no compressor) or 2 and above")
+    types = fields.take("layer_types", None)
+    if types is None:
+        return ratios, tuple(SLIDING if ratio == 0 else CSA if ratio == 4 else HCA for ratio in ratios)
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.refused("layer_types", types, f"expected a list of num_hidden_layers = {layers} names")
+    for i, (name, ratio) in enumerate(zip(types, ratios, strict=True)):
+        if name not in LAYER_TYPES:
+            raise fields.refused(f"layer_types[{i}]", name, f"accepted: {', '.join(LAYER_TYPES)}")
+        if (name == SLIDING) != (ratio == 0):
+            raise fields.refused(f"layer_types[{i}]", name, f"which contradicts compress_ratios[{i}] = {ratio}")
+    return ratios, tuple(types)
+
+
+def _rope(fields: Fields, head_dim: int) -> tuple[float, float, RopeScaling | None]:
+    """(rope_theta, compress_rope_theta, scaling) from `rope_scaling`, `rope_parameters` and the two theta fields."""
+    readings = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = fields.take(name, None)
+        if found is not None:
+            readings[name] = _rope_dictionary(fields, name, found, head_dim)
+    if len(readings) == 2 and readings["rope_scaling"] != readings["rope_parameters"]:
+        raise fields.refused(
+            "rope_scaling",
+            fields.values["rope_scaling"],
+            f"but rope_parameters is {shown(fields.values['rope_parameters'])}; keep one of the two spellings",
+        )
+    main, compress, scaling = next(iter(readings.values()), (None, None, None))
+    thetas = []
+    for name, inner in (("rope_theta", main), ("compress_rope_theta", compress)):
+        theta = fields.positive(name, ... if inner is None else inner)
+        if inner is not None and theta != inner:
+            raise fields.refused(name, theta, f"but the rope dictionary says {inner}; they must agree")
+        thetas.append(theta)
+    return thetas[0], thetas[1], scaling
+
+
+_RopeReading = tuple[float | None, float | None, RopeScaling | None]  # theta of main, theta of compress, scaling
+
+
+def _rope_dictionary(fields: Fields, name: str, found: object, head_dim: int) -> _RopeReading:
+    """One spelling of the RoPE settings: a flat dictionary, or {main, compress} with one dictionary each."""
+    if not isinstance(found, Mapping):
+        raise fields.refused(name, found, "expected an object or null")
+    if not found.keys() & {"main", "compress"}:
+        theta, scaling = _rope_section(fields, name, found, head_dim)
+        return theta, None, scaling
+    if found.keys() != {"main", "compress"}:
+        raise fields.refused(name, found, "expected exactly the two sections main and compress, or neither")
+    main, main_scaling = _rope_section(fields, f"{name}.main", found["main"], head_dim)
+    if main_scaling is not None:
+        raise fields.refused(f"{name}.main", found["main"], "layers without a compressor are never scaled in V4")
+    compress, scaling = _rope_section(fields, f"{name}.compress", found["compress"], head_dim)
+    return main, compress, scaling
+
+
+def _rope_section(fields: Fields, name: str, found: object, head_dim: int) -> tuple[float | None, RopeScaling | None]:
+    if not isinstance(found, Mapping):
+        raise fields.refused(name, found, "expected an object")
+    section = Fields(found, fields.where, prefix=f"{name}.")
+    kinds = {key: section.take(key) for key in ("type", "rope_type") if key in found}
+    if len({shown(kind) for kind in kinds.values()}) != 1:
+        raise fields.refused(name, found, "expected type (or rope_type): default or yarn")
+    kind = next(iter(kinds.values()))
+    thetas = {section.positive(key) for key in ("rope_theta", "theta") if key in found}
+    if len(thetas) > 1:
+        raise fields.refused(name, found, "rope_theta and theta must agree")
+    if "partial_rotary_factor" in found:
+        share = section.positive("partial_rotary_factor")
+        rotary = fields.integer("qk_rope_head_dim", 2, head_dim)
+        if not math.isclose(share * head_dim, rotary):
+            accepted = f"but qk_rope_head_dim / head_dim is {rotary}/{head_dim}"
+            raise section.refused("partial_rotary_factor", share, accepted)
+    scaling = None
+    if kind == "yarn":
+        scaling = RopeScaling(
+            factor=section.positive("factor"),
+            original_max_position_embeddings=section.integer("original_max_position_embeddings", 1, 1 << 31),
+            beta_fast=section.positive("beta_fast"),
+            beta_slow=section.positive("beta_slow"),
+        )
+        # V4 multiplies cos and sin by nothing; generic YaRN code would use about 1.277.
+        if section.take("attention_factor", 1) not in (1, None):
+            raise section.refused("attention_factor", found["attention_factor"], "only 1 is implemented")
+    elif kind != "default":
+        raise fields.refused(f"{name}.{next(iter(kinds))}", kind, "accepted: default, yarn")
+    section.check_all_taken()
+    return (next(iter(thetas)) if thetas else None), scaling
+
+
+# Field of DSparkConfig -> the names it may have under `dspark_config`; at top level the name starts with `dspark_`.
+_DSPARK_NAMES: Mapping[str, tuple[str, ...]] = {
+    "block_size": ("block_size",),
+    "noise_token_id": ("noise_token_id", "mask_token_id"),
+    "target_layer_ids": ("target_layer_ids",),
+    "markov_rank": ("markov_rank",),
+    "markov_head_type": ("markov_head_type",),
+    "enable_confidence_head": ("enable_confidence_head",),
+    "confidence_head_with_markov": ("confidence_head_with_markov",),
+}
+_UNPREFIXED = ("enable_confidence_head", "confidence_head_with_markov")  # also accepted bare at top level
+
+
+def _dspark(fields: Fields, layers: int, vocab: int) -> DSparkConfig | None:
+    """The drafter's settings, flat `dspark_*` or nested in `dspark_config`; a field given twice must agree."""
+    nested = fields.take("dspark_config", None)
+    flat = [name for name in fields.values if name.startswith("dspark_") and name != "dspark_config"]
+    if nested is None and not flat:
+        return None
+    if not isinstance(nested, Mapping | None):
+        raise fields.refused("dspark_config", nested, "expected an object")
+    inner = Fields(nested or {}, fields.where, prefix="dspark_config.")
+    merged: dict[str, Any] = {}
+    for field, names in _DSPARK_NAMES.items():
+        found = []
+        for name in (f"dspark_{field}", *([field] if field in _UNPREFIXED else [])):
+            if name in fields.values:
+                found.append((name, fields.take(name)))
+        for name in (*names, f"dspark_{field}"):
+            if name in inner.values:
+                found.append((f"dspark_config.{name}", inner.take(name)))
+        for name, value in found[1:]:
+            if value != found[0][1]:
+                raise fields.refused(found[0][0], found[0][1], f"but {name} is {shown(value)}; keep one of the two")
+        if found:
+            merged[field] = found[0][1]
+    inner.check_all_taken()
+    reader = Fields(merged, fields.where, prefix="dspark_")
+    kind = reader.take("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise reader.refused("markov_head_type", kind, "only vanilla is implemented")
+    for name in _UNPREFIXED:
+        if not isinstance(reader.take(name, True), bool):
+            raise reader.refused(name, merged[name], "expected true or false")
+    ids = reader.integers("target_layer_ids", reader.take("target_layer_ids"), 0, layers - 1)
+    if len(set(ids)) != len(ids):
+        raise reader.refused("target_layer_ids", list(ids), "each layer may be tapped once")
+    return DSparkConfig(
+        block_size=reader.integer("block_size", 1, 64),
+        noise_token_id=reader.integer("noise_token_id", 0, vocab - 1),
+        target_layer_ids=ids,
+        markov_rank=reader.integer("markov_rank", *_SIZE),
+        markov_head_type=kind,
+        enable_confidence_head=merged.get("enable_confidence_head", True),
+        confidence_head_with_markov=merged.get("confidence_head_with_markov", True),
+    )
+
+
+def _check_relations(config: DeepseekV4Config, fields: Fields) -> None:
+    """Sizes that must fit each other, or a reshape would mix what does not belong together."""
+    heads, groups, rotary = config.num_attention_heads, config.o_groups, config.qk_rope_head_dim
+    if heads % groups:
+        raise fields.refused("o_groups", groups, f"must divide num_attention_heads = {heads}")
+    if rotary % 2:
+        raise fields.refused("qk_rope_head_dim", rotary, "rotary dims come in pairs: expected an even number")
+    if config.index_head_dim < rotary:
+        raise fields.refused("index_head_dim", config.index_head_dim, f"must hold qk_rope_head_dim = {rotary} dims")

@@ -1,0 +1,75 @@
+"""Writing an engine directory so that it is either whole or not there.
+
+Everything goes into a hidden folder beside the destination; the manifest is written last, the folder is flushed to disk and
+renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder, which does not load and
+which the next build to the same place removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twostroke.engines.errors import BuildError
+from twostroke.engines.loading import file_hash
+from twostroke.engines.manifest import CONFIG_FILE, FileRecord, Manifest, encode
+
+
+@contextmanager
+def staging(destination: Path, replace: bool) -> Iterator[Path]:
+    """The hidden folder of a build to `destination`. On success it must hold a manifest (`seal`) and is moved into place;
+    on any error it is removed. BuildError for a destination that is taken, not writable, or a disk that is full."""
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        engine = (destination / CONFIG_FILE).is_file() and (destination / "weights.index.json").is_file()
+        if not (replace and engine):
+            advice = "give --force to replace it" if engine else "it is not an engine directory; choose another -o"
+            raise BuildError(f"{destination} already exists and is not empty: {advice}")
+    folder = destination.parent / f".{destination.name}.building"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        _flush(folder)
+        if destination.exists():
+            retired = destination.parent / f".{destination.name}.replaced"
+            shutil.rmtree(retired, ignore_errors=True)
+            os.rename(destination, retired)
+            os.rename(folder, destination)
+            shutil.rmtree(retired)
+        else:
+            os.rename(folder, destination)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BuildError(
+                f"no space left on the device that holds {destination.parent}: the build was removed; free some and rerun"
+            ) from None
+        raise BuildError(f"{destination} could not be written: {error.strerror or error} ({error.filename})") from None
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def file_records(folder: Path) -> dict[str, FileRecord]:
+    """Size and hash of every file of the folder, by relative name."""
+    return {
+        str(path.relative_to(folder)): FileRecord(path.stat().st_size, file_hash(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest: the last file of a directory and the one that makes it load."""
+    (folder / CONFIG_FILE).write_bytes(encode(manifest))
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,114 @@
+"""Opening an engine directory: every reason not to load it is found before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from twostroke.engines.base import Buffer, Compiler, Engine
+from twostroke.engines.errors import EngineError
+from twostroke.engines.manifest import (
+    WEIGHTS_FILE,
+    Manifest,
+    WeightRecord,
+    WeightsIndex,
+    read_manifest,
+    read_weights_index,
+)
+
+
+def _onnxruntime() -> Compiler:
+    from twostroke.engines.onnxruntime import OnnxRuntimeCompiler
+
+    return OnnxRuntimeCompiler()
+
+
+COMPILERS: Mapping[str, Callable[[], Compiler]] = {"onnxruntime": _onnxruntime}
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine directory ready to bind: its manifest and one engine a step."""
+
+    folder: Path
+    manifest: Manifest
+    engines: Mapping[str, Engine]
+
+
+def load_engine_directory(
+    folder: Path | str, threads: int = 1, progress: Callable[[str], None] = lambda step: None
+) -> LoadedEngine:
+    """Verifies `folder`, maps its weights and loads every step. Raises EngineError with the one reason it must not load."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    index = read_weights_index(folder)
+    verify_files(folder, manifest, index)
+    for step in manifest.steps.values():
+        if step.engine not in COMPILERS:
+            raise EngineError(
+                f"{folder}: step {step.name} is for engine {step.engine!r}; this installation has {', '.join(COMPILERS)}"
+            )
+    weights = map_weights(folder, index)
+    engines = {}
+    for name, step in manifest.steps.items():
+        progress(name)
+        engines[name] = COMPILERS[step.engine]().load(folder, step, weights, threads)
+    return LoadedEngine(folder, manifest, engines)
+
+
+def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
+    """Checks presence, size and hash of every file the manifest names, and size and header of every shard it refers to."""
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise EngineError(f"{folder}: file {name} is missing; rebuild the engine")
+        if path.stat().st_size != record.bytes:
+            raise EngineError(
+                f"{path}: {path.stat().st_size} bytes found, {record.bytes} expected; rebuild the engine"
+            )
+        if file_hash(path) != record.sha256:
+            raise EngineError(f"{path}: the contents changed since the build (SHA-256 differs); rebuild the engine")
+    for shard, expected in index.shards.items():
+        path = Path(shard)
+        if not path.is_file():
+            raise EngineError(f"{folder}: checkpoint shard {path} is missing; restore it or rebuild the engine")
+        with open(path, "rb") as file:
+            length = file.read(8)
+            header = file.read(min(int.from_bytes(length, "little"), expected.bytes))
+        if path.stat().st_size != expected.bytes or hashlib.sha256(length + header).hexdigest() != expected.header_sha256:
+            raise EngineError(f"{folder}: checkpoint shard {path} changed since the build; rebuild the engine")
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def map_weights(folder: Path, index: WeightsIndex) -> dict[str, Buffer]:
+    """Every weight as a read-only view of its mapped file; no bytes are copied."""
+    files: dict[str, np.memmap] = {}
+    weights = {}
+    for name, record in index.weights.items():
+        path = folder / record.file
+        if record.file not in files:
+            if not path.is_file():
+                raise EngineError(f"{folder / WEIGHTS_FILE}: weight {name} is in {record.file}, which is missing")
+            files[record.file] = np.memmap(path, np.uint8, mode="r")
+        weights[name] = Buffer.of(_view(path, files[record.file], name, record))
+    return weights
+
+
+def _view(path: Path, data: np.ndarray, name: str, record: WeightRecord) -> np.ndarray:
+    dtype = np.dtype(record.dtype)
+    expected = int(np.prod(record.shape, dtype=np.int64)) * dtype.itemsize
+    if record.bytes != expected or record.offset < 0 or record.offset + record.bytes > data.size:
+        raise EngineError(
+            f"{path}: weight {name} should be {expected} bytes at {record.offset}, the file has {data.size}; rebuild the "
+            "engine"
+        )
+    return data[record.offset : record.offset + record.bytes].view(dtype).reshape(record.shape)

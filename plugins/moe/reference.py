@@ -1,0 +1,56 @@
+"""Plain torch specification of routing and experts. Shapes: x [N, D], gate [E, D], w1 and w3 [E, F, D], w2 [E, D, F]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twostroke.plugins.flat_step import exact_topk, take
+
+
+def _scores(x: Tensor, gate: Tensor) -> Tensor:
+    return torch.sqrt(torch.nn.functional.softplus(torch.nn.functional.linear(x.float(), gate.float())))
+
+
+def _normalised(scores: Tensor, ids: Tensor, scaling: float) -> Tensor:
+    chosen = scores.gather(1, ids)
+    return chosen / (chosen.sum(dim=1, keepdim=True) + 1e-20) * scaling
+
+
+def moe_route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Learned routing: ids [N, k] (i64), weights [N, k]. bias [E] takes part in the selection only."""
+    scores = _scores(x, gate)
+    ids = exact_topk(scores + bias, top_k)
+    return ids, _normalised(scores, ids, scaling)
+
+
+def moe_route_hash(
+    x: Tensor, gate: Tensor, token_ids: Tensor, experts_of_token: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Hash routing: the experts of a token id are a table, experts_of_token [V, k]; their weights are still learned."""
+    ids = take(experts_of_token, token_ids).long()
+    return ids, _normalised(_scores(x, gate), ids, scaling)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit): the clamp acts before the activation."""
+    return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+
+
+def moe_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float
+) -> Tensor:
+    """Weighted sum of the chosen experts, [N, D].
+
+    This form computes every expert on every token and keeps the chosen ones: a verify step of a few requests hits most
+    experts anyway, and rows never depend on how the others were routed. Unchosen results are dropped by selection, not
+    multiplied by zero.
+    """
+    experts = w1.shape[0]
+    inner = swiglu(torch.matmul(x[None], w1.transpose(1, 2)), torch.matmul(x[None], w3.transpose(1, 2)), limit)
+    each = torch.matmul(inner, w2.transpose(1, 2))
+    chosen = ids[:, :, None] == torch.arange(experts)
+    weight = torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
+    hit = chosen.any(dim=1)
+    picked = torch.where(hit.t()[:, :, None], each * weight.t()[:, :, None], 0.0)
+    return picked.sum(dim=0)

@@ -1,0 +1,24 @@
+"""moe as torch ops."""
+
+from __future__ import annotations
+
+import torch
+
+from twostroke.plugins.moe import reference
+from twostroke.plugins.op import Op
+
+
+def _routed(x, top_k):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], top_k, dtype=torch.int64), x.new_empty(x.shape[0], top_k, dtype=torch.float32)
+
+
+MOE_ROUTE = Op("moe_route", reference.moe_route, lambda x, gate, bias, top_k, scaling: _routed(x, top_k))
+MOE_ROUTE_HASH = Op(
+    "moe_route_hash",
+    reference.moe_route_hash,
+    lambda x, gate, token_ids, experts_of_token, scaling: _routed(x, experts_of_token.shape[1]),
+)
+MOE_EXPERTS = Op(
+    "moe_experts", reference.moe_experts, lambda x, ids, weights, w1, w2, w3, limit: x.new_empty(x.shape)
+)
+OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_EXPERTS)

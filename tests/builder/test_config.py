@@ -1,0 +1,291 @@
+"""What config.json may say, and what a person reads when it says something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twostroke.builder.config import CSA, HARMLESS, HCA, SLIDING, RopeScaling, load_config, parse_config
+from twostroke.engines.errors import ConfigError
+from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, REMOVED, with_overrides
+
+YARN = dict(F4["rope_scaling"])
+BARE_DSPARK = {name.removeprefix("dspark_"): value for name, value in F4.items() if name.startswith("dspark_")}
+
+
+def parse(base: Any = F4, **overrides: Any) -> Any:
+    return parse_config(with_overrides(base, **overrides), "toy/config.json")
+
+
+def refusal(base: Any = F4, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(base, **overrides)
+    message = str(caught.value)
+    assert message.startswith("toy/config.json"), "the file is named"
+    assert "\n" not in message
+    return message
+
+
+def without_dspark(**extra: Any) -> dict[str, Any]:
+    return {**{name: REMOVED for name in F4 if name.startswith("dspark_")}, **extra}
+
+
+def write(folder: Path, data: bytes) -> Path:
+    (folder / "config.json").write_bytes(data)
+    return folder
+
+
+def test_fixture_parses_to_its_own_numbers() -> None:
+    config = parse()
+    assert (config.vocab_size, config.hidden_size, config.sliding_window, config.index_topk) == (320, 64, 8, 4)
+    assert config.compress_ratios == (0, 0, 4, 8, 4, 0), "entries of the draft stages are cut off"
+    assert config.layer_types == (SLIDING, SLIDING, CSA, HCA, CSA, SLIDING)
+    assert config.rope_scaling == RopeScaling(4.0, 32, 32.0, 1.0)
+    assert config.eos_token_ids == (1,)
+    assert config.dspark is not None
+    assert (config.dspark.block_size, config.dspark.noise_token_id, config.dspark.markov_rank) == (5, 319, 8)
+    assert config.dspark.target_layer_ids == (3, 4, 5)
+    assert config.dspark.stages == 3, "num_nextn_predict_layers = 1 is not the stage count"
+
+
+def test_release_has_two_sliding_21_csa_and_20_hca_layers() -> None:
+    types = parse(FLASH_0731).layer_types
+    assert [types.count(kind) for kind in (SLIDING, CSA, HCA)] == [2, 21, 20]
+
+
+def test_changed_field_of_a_known_model_is_in_effect() -> None:  # C-14
+    assert parse(sliding_window=6).sliding_window == 6
+
+
+REQUIRED = sorted(
+    F4.keys()
+    - HARMLESS.keys()
+    - {"num_key_value_heads", "n_shared_experts", "scoring_func", "topk_method", "norm_topk_prob", "hidden_act"}
+    - {"attention_bias", "tie_word_embeddings", "rope_scaling", "num_nextn_predict_layers"}
+)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_missing_field_is_refused_by_name_never_defaulted(name: str) -> None:
+    assert f"field {name} is missing" in refusal(**{name: REMOVED})
+
+
+@pytest.mark.parametrize("name", [name for name in REQUIRED if name != "model_type"])
+@pytest.mark.parametrize("value", [None, "64", -3, True, {"a": 1}, float("nan")])
+def test_wrong_type_or_range_is_refused_with_field_and_value(name: str, value: Any) -> None:
+    message = refusal(**{name: value})
+    assert name.removeprefix("torch_") in message
+    if value is not None:
+        assert str(value)[:4] in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_key_value_heads", 2),
+        ("n_shared_experts", 2),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "greedy"),
+        ("norm_topk_prob", False),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("tie_word_embeddings", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("expert_dtype", "fp4"),
+        ("torch_dtype", "float16"),
+        ("dspark_markov_head_type", "gated"),
+        ("dspark_target_layer_ids", [3, 4, 6]),
+        ("dspark_target_layer_ids", [3, 3]),
+        ("dspark_noise_token_id", 320),
+        ("num_experts_per_tok", 5),
+        ("o_groups", 3),
+        ("qk_rope_head_dim", 7),
+        ("index_head_dim", 4),
+        ("num_hash_layers", 7),
+        ("eos_token_id", [1, 320]),
+        ("bos_token_id", 320),
+        ("compress_ratios", [0, 0, 4, 1, 4, 0]),
+        ("compress_ratios", [0, 0, 4, 8, 4]),
+        ("compress_ratios", [0, 0, 4, 8, 4, 0, 4]),
+    ],
+)
+def test_value_that_is_not_implemented_is_refused(name: str, value: Any) -> None:
+    assert f"field {name}" in refusal(**{name: value})
+
+
+def test_unknown_field_is_refused_with_the_name_it_resembles() -> None:
+    message = refusal(routed_scaling_facto=2.5)
+    assert "routed_scaling_facto = 2.5" in message
+    assert "routed_scaling_factor" in message
+    assert "dspark_n_routed_experts" in refusal(dspark_n_routed_experts=128)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_field_changes_nothing(name: str) -> None:
+    assert parse(**{name: ["anything"]}) == parse()
+
+
+def test_layer_types_override_what_the_ratio_suggests() -> None:
+    types = [SLIDING, SLIDING, HCA, CSA, CSA, SLIDING]
+    assert parse(layer_types=types).layer_types == tuple(types)
+    assert "layer_types[0]" in refusal(layer_types=[CSA, *types[1:]]), "a compressor needs a ratio"
+    assert "layer_types[2]" in refusal(layer_types=[SLIDING, SLIDING, "full_attention", CSA, CSA, SLIDING])
+    assert "layer_types" in refusal(layer_types=types[:5])
+
+
+def test_both_spellings_of_the_dtype_must_agree() -> None:
+    assert parse(torch_dtype=REMOVED, dtype="float32") == parse(dtype="float32") == parse()
+    assert "dtype is 'bfloat16'" in refusal(dtype="bfloat16")
+
+
+# C-12
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": YARN},
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "attention_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "yarn", **{k: v for k, v in YARN.items() if k != "type"}}},
+        {"rope_parameters": {**YARN, "rope_theta": 10000}, "rope_theta": REMOVED},
+        {
+            "rope_theta": REMOVED,
+            "compress_rope_theta": REMOVED,
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25},
+                "compress": {**YARN, "rope_theta": 160000, "attention_factor": 1.0, "partial_rotary_factor": 0.25},
+            },
+        },
+    ],
+)
+def test_every_spelling_of_yarn_gives_the_same_config(rope: dict[str, Any]) -> None:
+    assert parse(**{"rope_scaling": REMOVED, **rope}) == parse()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {"type": "default", "rope_theta": 10000}},
+        {"rope_parameters": {"rope_type": "default", "theta": 10000}},
+        {"rope_parameters": None},
+    ],
+)
+def test_null_and_partial_rope_dictionaries_mean_unscaled(rope: dict[str, Any]) -> None:
+    config = parse(**{"rope_scaling": REMOVED, **rope})
+    assert config.rope_scaling is None
+    assert (config.rope_theta, config.compress_rope_theta) == (10000, 160000)
+
+
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_parameters": {**YARN, "factor": 8}}, "rope_parameters"),
+        ({"rope_scaling": {"type": "default", "rope_theta": 500}}, "rope_theta"),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_scaling.type"),
+        ({"rope_scaling": {**YARN, "rope_type": "default"}}, "rope_scaling"),
+        ({"rope_scaling": {"factor": 4}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_scaling.mscale"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.277}}, "rope_scaling.attention_factor"),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor"),
+        ({"rope_scaling": {"main": {"type": "default"}}}, "rope_scaling"),
+        ({"rope_scaling": {"main": YARN, "compress": YARN}}, "rope_scaling.main"),
+        ({"rope_scaling": [4]}, "rope_scaling"),
+    ],
+)
+def test_contradicting_or_foreign_rope_settings_are_refused(rope: dict[str, Any], name: str) -> None:
+    assert name in refusal(**rope)
+
+
+# C-07
+
+
+@pytest.mark.parametrize("prefix", ["", "dspark_"])
+def test_nested_dspark_fields_give_the_same_config_as_flat_ones(prefix: str) -> None:
+    nested = {prefix + name: value for name, value in BARE_DSPARK.items()}
+    assert parse(**without_dspark(dspark_config=nested)) == parse()
+    assert parse(dspark_config=nested) == parse(), "both, and equal"
+
+
+def test_flat_and_nested_dspark_fields_that_differ_are_refused_by_name() -> None:
+    message = refusal(dspark_config={**BARE_DSPARK, "block_size": 7})
+    assert "dspark_block_size is 5" in message
+    assert "dspark_config.block_size is 7" in message
+
+
+def test_confidence_flags_are_read_from_every_place() -> None:
+    for flags in (
+        {"enable_confidence_head": False},
+        {"dspark_enable_confidence_head": False},
+        {"dspark_config": {"enable_confidence_head": False}},
+    ):
+        assert parse(**flags).dspark.enable_confidence_head is False
+    assert "dspark_enable_confidence_head" in refusal(enable_confidence_head="no")
+    assert "enable_confidence_head" in refusal(F4_PLAIN, enable_confidence_head=True), "means nothing without DSpark"
+
+
+def test_incomplete_or_foreign_dspark_settings_are_refused() -> None:
+    assert "dspark_noise_token_id is missing" in refusal(
+        **without_dspark(dspark_block_size=5, dspark_markov_rank=8, dspark_target_layer_ids=[3, 4, 5])
+    )
+    assert "dspark_config.gamma" in refusal(dspark_config={"gamma": 5})
+    assert "dspark_config" in refusal(**without_dspark(dspark_config=[5]))
+
+
+def test_config_without_dspark_fields_has_no_drafter() -> None:
+    assert parse(F4_PLAIN).dspark is None
+    assert parse(F4_PLAIN, dspark_config=None).dspark is None
+
+
+# C-13
+
+
+def test_unsupported_model_type_is_answered_with_the_supported_ones() -> None:
+    assert "supported model types: deepseek_v4" in refusal(model_type="llama")
+    assert "V4.1 is a different network" in refusal(model_type="deepseek_v41")
+    assert "supported model types" in refusal(model_type=["deepseek_v4"])
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "is empty"),
+        (b"  \n", "is empty"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b'"text"', "expected a JSON object"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' occurs more than once"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a":' * 200_000, "too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
+    ],
+)
+def test_file_that_is_no_json_object_is_refused_in_one_sentence(tmp_path: Path, data: bytes, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        load_config(write(tmp_path, data))
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_wrong_path_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; expected a checkpoint folder"):
+        load_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json is a folder"):
+        load_config(tmp_path)
+    (tmp_path / "file").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="is a file; expected a checkpoint folder"):
+        load_config(tmp_path / "file")
+
+
+def test_huge_value_does_not_flood_the_message(tmp_path: Path) -> None:
+    values = with_overrides(F4, hidden_size="9" * 100_000, **{"x" * 100_000: 1})
+    with pytest.raises(ConfigError, match="hidden_size") as caught:
+        load_config(write(tmp_path, json.dumps(values).encode()))
+    assert len(str(caught.value)) < 400

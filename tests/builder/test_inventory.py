@@ -1,0 +1,61 @@
+"""The tensors a config implies."""
+
+from __future__ import annotations
+
+from twostroke.builder.config import parse_config
+from twostroke.builder.inventory import dspark_inventory, inventory, target_inventory
+from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, with_overrides
+
+FLASH = parse_config(FLASH_0731, "config.json")
+
+
+def test_inventory_of_the_release_has_its_published_counts_and_bytes() -> None:
+    target, draft = target_inventory(FLASH, quantised=True), dspark_inventory(FLASH, quantised=True)
+    assert (len(target), sum(spec.nbytes for spec in target)) == (67_612, 156_015_698_140)
+    assert (len(draft), sum(spec.nbytes for spec in draft)) == (4_705, 10_862_838_300)
+    whole = inventory(FLASH, quantised=True)
+    assert (len(whole), sum(spec.nbytes for spec in whole)) == (72_317, 166_878_536_440)
+
+
+def test_plain_inventory_is_the_same_tensors_without_scales() -> None:
+    plain = {spec.name for spec in inventory(FLASH)}
+    quantised = [spec.name for spec in inventory(FLASH, quantised=True)]
+    assert plain == {name for name in quantised if not name.endswith(".scale")}
+
+
+def test_every_name_occurs_once() -> None:
+    names = [spec.name for spec in inventory(FLASH)]
+    assert len(set(names)) == len(names)
+
+
+def test_shapes_of_the_toy_follow_its_config() -> None:
+    shapes = {spec.name: spec.shape for spec in inventory(parse_config(F4, "config.json"))}
+    assert shapes["layers.2.attn.compressor.ape"] == (4, 64), "CSA: two halves"
+    assert shapes["layers.3.attn.compressor.ape"] == (8, 32), "HCA: one"
+    assert shapes["layers.3.attn.compressor.wkv.weight"] == (32, 64)
+    assert shapes["layers.4.attn.indexer.compressor.wgate.weight"] == (32, 64)
+    assert shapes["layers.0.attn.wo_a.weight"] == (32, 64), "[o_groups * o_lora_rank, heads of a group * head_dim]"
+    assert shapes["layers.0.ffn.gate.tid2eid"] == (320, 2)
+    assert "layers.0.ffn.gate.bias" not in shapes, "hash layers have no bias"
+    assert shapes["layers.1.ffn.gate.bias"] == shapes["mtp.0.ffn.gate.bias"] == (4,)
+    assert shapes["layers.5.hc_attn_fn"] == (8, 128)
+    assert shapes["mtp.0.main_proj.weight"] == (64, 192)
+    assert shapes["mtp.2.confidence_head.proj.weight"] == (1, 72)
+    assert not any(
+        ".compressor" in name for name in shapes if name.startswith(("mtp.", "layers.0.", "layers.3.attn.i"))
+    )
+
+
+def test_draft_tensors_follow_the_drafter_settings() -> None:
+    assert not any(spec.name.startswith("mtp.") for spec in inventory(parse_config(F4_PLAIN, "config.json")))
+
+    def shapes(**overrides: object) -> dict[str, tuple[int, ...]]:
+        return {
+            spec.name: spec.shape for spec in inventory(parse_config(with_overrides(F4, **overrides), "config.json"))
+        }
+
+    assert "mtp.2.confidence_head.proj.weight" not in shapes(enable_confidence_head=False)
+    assert shapes(confidence_head_with_markov=False)["mtp.2.confidence_head.proj.weight"] == (1, 64)
+    assert "mtp.1.markov_head.markov_w1.weight" in shapes(dspark_target_layer_ids=[4, 5]), (
+        "the last stage holds the heads"
+    )

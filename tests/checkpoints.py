@@ -1,0 +1,215 @@
+"""Toy checkpoints with the names, shapes and dtypes of a release and random weights, written in well under a second.
+
+`write_checkpoint(folder, F4)` gives the "F4" fixture; keywords override config fields (`REMOVED` drops one):
+`write_checkpoint(folder, F4, sliding_window=6, dspark_markov_rank=REMOVED)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from twostroke.builder.config import DeepseekV4Config, parse_config
+from twostroke.builder.inventory import TensorSpec, inventory
+
+REMOVED: Any = object()
+
+# All three layer types, a hash layer, biased routing; window, index_topk and both ratios are crossed within 32 tokens.
+F4: Mapping[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "float32",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 8,
+    "compress_ratios": [0, 0, 4, 8, 4, 0, 0, 0, 0],
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "num_hash_layers": 1,
+    "swiglu_limit": 2.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "num_nextn_predict_layers": 1,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 319,
+    "dspark_target_layer_ids": [3, 4, 5],
+    "dspark_markov_rank": 8,
+}
+
+# The same network over eight tokens: small enough to compare whole distributions.
+TINY8: Mapping[str, Any] = {**F4, "vocab_size": 8, "dspark_noise_token_id": 7}
+
+# The same target without a drafter.
+F4_PLAIN: Mapping[str, Any] = {
+    **{name: value for name, value in F4.items() if not name.startswith("dspark_")},
+    "compress_ratios": [0, 0, 4, 8, 4, 0],
+    "num_nextn_predict_layers": 0,
+}
+
+# The numbers of the 0731 release, without its quantisation fields. For counting only: nobody writes 284 B weights.
+FLASH_0731: Mapping[str, Any] = {
+    **F4,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0],
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1048576,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 3,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
+
+
+def with_overrides(config: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+    """`config` with fields replaced, or dropped where the value is `REMOVED`."""
+    return {name: value for name, value in {**config, **overrides}.items() if value is not REMOVED}
+
+
+def write_checkpoint(
+    folder: Path | str,
+    config: Mapping[str, Any] = F4,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 2,
+    scale: float = 3.0,
+    edit: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write config.json and random weights (logits of about `scale`) in `shards` files, and return the folder.
+
+    `dtype` is float32 (everything) or bfloat16 (as released: weights BF16; hyper-connections, sinks, ape and gate bias
+    F32). One shard gives a lone model.safetensors without an index. `edit` may change the tensors before they are
+    written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    values = with_overrides({**config, "torch_dtype": dtype}, **overrides)
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    tensors = random_weights(parse_config(values, "config.json"), seed=seed, dtype=dtype, scale=scale)
+    if edit is not None:
+        edit(tensors)
+    write_tensors(folder, tensors, shards)
+    return folder
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int) -> None:
+    """`tensors` dealt in order over `shards` safetensors files, with an index when there is more than one."""
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return
+    names, weight_map = list(tensors), {}
+    for shard in range(shards):
+        mine = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        weight_map.update(dict.fromkeys(mine, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def random_weights(
+    config: DeepseekV4Config, *, seed: int = 0, dtype: str = "float32", scale: float = 3.0
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the inventory. A tensor's values depend on seed, name and shape only, so that a changed config
+    keeps all weights it does not reshape."""
+    weights = {}
+    for spec in inventory(config):
+        values = torch.from_numpy(_values(spec, config, seed, scale))
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16 if dtype == "bfloat16" and spec.dtypes[0] == "BF16" else torch.float32)
+        weights[spec.name] = values
+    return weights
+
+
+def _values(spec: TensorSpec, config: DeepseekV4Config, seed: int, scale: float) -> np.ndarray:
+    """Sizes that keep every sublayer's output near one, so that each part of the network matters to the logits."""
+    rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    if spec.name.endswith("tid2eid"):  # [V, experts per token], distinct within a row
+        order = rng.random((spec.shape[0], config.n_routed_experts)).argsort(axis=1)
+        return order[:, : spec.shape[1]].astype(np.int64)
+    values = rng.standard_normal(spec.shape)
+    part = spec.name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if part.endswith("norm"):
+        return 1 + 0.1 * values
+    if part.startswith("hc_") and part.endswith("_scale"):
+        return 0.8 + 0.1 * values
+    if (part.startswith("hc_") and part.endswith("_base")) or part in ("ape", "attn_sink"):
+        return 0.5 * values
+    if part == "bias":
+        return 0.2 * values
+    if part in ("embed", "markov_w1"):
+        return values
+    if part in ("head", "markov_w2"):
+        return scale * values / math.sqrt(spec.shape[-1])
+    return values / math.sqrt(spec.shape[-1])
