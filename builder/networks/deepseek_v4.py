@@ -13,12 +13,13 @@ parameter names are those of the released checkpoints, except that the experts o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from twostroke.builder.config import HCA, SLIDING, DeepseekV4Config
+from twostroke.builder.config import CSA, HCA, SLIDING, DeepseekV4Config
 from twostroke.builder.networks.layers import (
     Linear,
     RMSNorm,
@@ -43,8 +44,8 @@ TOKENS_PER_PAGE = 256
 
 @dataclass(frozen=True)
 class Flat:
-    """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` by the compressed
-    layers' ones, `entry_turn[ratio]` at the first token of the window a token closes."""
+    """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` and `index_turn` by the
+    compressed layers' ones, `entry_turn[ratio, size]` at the first token of the window a token closes."""
 
     token_ids: Tensor
     positions: Tensor
@@ -53,7 +54,8 @@ class Flat:
     page_table: Tensor
     window_turn: Rotation
     turn: Rotation
-    entry_turn: dict[int, Rotation]
+    index_turn: Rotation
+    entry_turn: dict[tuple[int, int], Rotation]
 
 
 class Projections(nn.Module):
@@ -105,7 +107,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, ratio: int, size: int, overlap: bool, ring: int) -> None:
         super().__init__()
-        self.ratio, self.overlap, self.ring = ratio, overlap, ring
+        self.ratio, self.size, self.overlap, self.ring = ratio, size, overlap, ring
         width = 2 * size if overlap else size
         self.ape = weight(ratio, width)
         self.norm = RMSNorm(size, config.rms_norm_eps)
@@ -126,7 +128,7 @@ class Compressor(nn.Module):
             self.overlap,
             self.ring,
         )
-        return flat.entry_turn[self.ratio](self.norm(row)), raw
+        return flat.entry_turn[self.ratio, self.size](self.norm(row)), raw
 
 
 class Indexer(nn.Module):
@@ -141,7 +143,7 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, latent: Tensor, flat: Flat, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Index queries [N, heads, size], head weights [N, heads], the index row a token completes, the raw ring."""
-        q = flat.turn(self.wq_b(latent).reshape(-1, self.heads, self.size))
+        q = flat.index_turn(self.wq_b(latent).reshape(-1, self.heads, self.size))
         head_weight = self.weights_proj(x) * (self.heads**-0.5 * self.size**-0.5)
         row, raw = self.compressor(x, flat, raw)
         return q, head_weight, row, raw
@@ -413,16 +415,21 @@ class DeepseekV4(nn.Module):
     ) -> Flat:
         """Step inputs (i32) as the layers read them (i64), with every rotation computed once."""
         positions = positions.long()
-        ratios = sorted({ratio for ratio in self.config.compress_ratios if ratio})
+        size, index_size = self.config.head_dim, self.config.index_head_dim
+        compressed = zip(self.config.compress_ratios, self.config.layer_types, strict=True)
+        entries = {(ratio, size) for ratio in self.config.compress_ratios if ratio}
+        entries |= {(ratio, index_size) for ratio, kind in compressed if kind == CSA}
+        turn_at = functools.partial(Rotation.at, frequencies=self.frequencies)
         return Flat(
             token_ids.long(),
             positions,
             slots.long(),
             row_start.long(),
             page_table.long(),
-            Rotation.at(positions, self.window_frequencies),
-            Rotation.at(positions, self.frequencies),
-            {r: Rotation.at((positions - (r - 1)).clamp(min=0), self.frequencies) for r in ratios},
+            Rotation.at(positions, self.window_frequencies, size),
+            turn_at(positions, size=size),
+            turn_at(positions, size=index_size),
+            {(r, n): turn_at((positions - (r - 1)).clamp(min=0), size=n) for r, n in sorted(entries)},
         )
 
     def forward(

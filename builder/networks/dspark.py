@@ -143,7 +143,7 @@ class Observe(DSpark):
     ) -> tuple[Tensor, ...]:
         """The context rings with this step's rows. taps [N, W]; `next_ids` [N] is for methods that embed it."""
         positions, slots, row_start = positions.long(), slots.long(), row_start.long()
-        turn = Rotation.at(positions, self.frequencies)
+        turn = Rotation.at(positions, self.frequencies, self.config.head_dim)
         features = self.mtp[0].main_norm(self.mtp[0].main_proj(taps))
         after = []
         for stage, rows in zip(self.mtp, context, strict=True):
@@ -190,7 +190,7 @@ class Propose(DSpark):
         filler = torch.full((requests, gamma - 1), self.dspark.noise_token_id, dtype=torch.int64)
         ids = torch.cat([anchor[:, None], filler], dim=1).reshape(-1)
         positions = (position[:, None] + torch.arange(gamma)).reshape(-1)
-        block = Block(ids, position, slot, valid_from.long(), Rotation.at(positions, self.frequencies))
+        block = Block(ids, position, slot, valid_from.long(), Rotation.at(positions, self.frequencies, self.config.head_dim))
         streams = self.embed.weight[ids][:, None, :].expand(-1, config.hc_mult, -1).contiguous()
         for stage, rows in zip(self.mtp, context, strict=True):
             streams, _ = stage(streams, block, (rows,))

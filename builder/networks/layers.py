@@ -34,7 +34,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight, fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight, fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class RMSNorm(nn.Module):
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) over the last dimension."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    """x / sqrt(mean(x^2) + eps) over the last dimension, spelt as graph compilers recognise it."""
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -74,27 +74,33 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin [N, pairs] of every token's angle."""
+    """Rope of rows of `size` features, the last 2*pairs of which turn; neighbours (2i, 2i+1) form a pair.
+
+    y = x * cos + swapped(x) * sin, with swapped exchanging the members of every pair and sin [N, size] carrying the signs
+    (-, +); features that stay have angle 0. One gather and three elementwise nodes in a graph.
+    """
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor) -> Rotation:
-        angle = positions[:, None].float() * frequencies[None, :]
-        return cls(torch.cos(angle), torch.sin(angle))
+    def at(cls, positions: Tensor, frequencies: Tensor, size: int) -> Rotation:
+        """Angles of `positions` [N] for pair frequencies [pairs]."""
+        pairs = frequencies.shape[0]
+        turning = torch.cat([torch.zeros(size - 2 * pairs), frequencies.repeat_interleave(2)])
+        angle = positions[:, None].float() * turning[None, :]
+        sign = torch.ones(size)
+        sign[size - 2 * pairs :: 2] = -1.0
+        return cls(torch.cos(angle), torch.sin(angle) * sign)
 
     def __call__(self, x: Tensor, inverse: bool = False) -> Tensor:
-        """Rotates the last 2*pairs features of x [N, ..., D]; neighbours (2i, 2i+1) form a pair."""
-        pairs = self.cos.shape[1]
-        shape = [-1, *([1] * (x.dim() - 2)), pairs]
+        """x [N, ..., size] turned by each token's angle, or back."""
+        size = x.shape[-1]
+        shape = [-1, *([1] * (x.dim() - 2)), size]
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
-        if inverse:
-            sin = -sin
-        still, turned = x[..., : -2 * pairs], x[..., -2 * pairs :]
-        even, odd = turned[..., 0::2], turned[..., 1::2]
-        both = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-        return torch.cat([still, both.flatten(-2)], dim=-1)
+        swapped = x.index_select(-1, torch.arange(size) ^ 1)
+        turned = swapped * sin
+        return x * cos - turned if inverse else x * cos + turned
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,11 @@ from torch import Tensor
 
 def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     x = streams.flatten(1)
-    return torch.nn.functional.linear(x, fn) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+    return torch.nn.functional.linear(x, fn) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps)
 
 
 def _weighted_sum(pre: Tensor, streams: Tensor) -> Tensor:
-    total = pre[:, 0:1] * streams[:, 0]
-    for stream in range(1, streams.shape[1]):
-        total = total + pre[:, stream : stream + 1] * streams[:, stream]
-    return total
+    return torch.matmul(pre[:, None, :], streams).squeeze(1)
 
 
 def hc_pre(
@@ -23,24 +20,20 @@ def hc_pre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sublayer input a [N, D], post [N, m] and the mixing matrix C [N, m, m] (row = source stream)."""
     m = streams.shape[1]
-    mixes = _mixes(streams, fn, norm_eps)
-    pre = torch.sigmoid(mixes[:, :m] * scale[0] + base[:m]) + eps
-    post = 2.0 * torch.sigmoid(mixes[:, m : 2 * m] * scale[1] + base[m : 2 * m])
-    comb = (mixes[:, 2 * m :] * scale[2] + base[2 * m :]).reshape(-1, m, m)
-    comb = torch.softmax(comb, dim=-1) + eps
+    part = torch.tensor([0] * m + [1] * m + [2] * m * m)
+    mixes = _mixes(streams, fn, norm_eps) * scale[part] + base
+    pre, post, comb = mixes.split([m, m, m * m], dim=1)
+    comb = torch.softmax(comb.reshape(-1, m, m), dim=-1) + eps
     comb = comb / (comb.sum(dim=1, keepdim=True) + eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(dim=2, keepdim=True) + eps)
         comb = comb / (comb.sum(dim=1, keepdim=True) + eps)
-    return _weighted_sum(pre, streams), post, comb
+    return _weighted_sum(torch.sigmoid(pre) + eps, streams), 2.0 * torch.sigmoid(post), comb
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X'[k] = post[k] y + sum_j C[j, k] X_j, [N, m, D]. y [N, D]."""
-    mixed = comb[:, 0, :, None] * streams[:, 0:1]
-    for source in range(1, streams.shape[1]):
-        mixed = mixed + comb[:, source, :, None] * streams[:, source : source + 1]
-    return post[:, :, None] * y[:, None, :] + mixed
+    return post[:, :, None] * y[:, None, :] + torch.matmul(comb.transpose(1, 2), streams)
 
 
 def hc_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, norm_eps: float) -> Tensor:
