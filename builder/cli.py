@@ -1,0 +1,88 @@
+"""`twostroke build`, and `twostroke inspect` of a checkpoint. Declaring the options needs neither torch nor onnx."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `twostroke build`."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder with config.json and safetensors")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="engine directory to make")
+    parser.add_argument("--engine", default="onnxruntime", choices=("onnxruntime",), help="compiler (onnxruntime)")
+    parser.add_argument(
+        "--draft", default="auto", choices=("auto", "dspark", "none"), help="draft method (auto: what the files hold)"
+    )
+    parser.add_argument(
+        "--max-seq-len", metavar="N", type=int, help="longest sequence (the config's limit, at most 8192)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
+
+
+def run_build(args: argparse.Namespace) -> int:
+    """Builds one engine directory and says what it holds."""
+    from twostroke.builder.build import BuildOptions, build
+    from twostroke.builder.progress import bars
+
+    started = time.perf_counter()
+    options = BuildOptions(args.engine, args.draft, args.max_seq_len, args.force)
+    with bars() as progress:
+        manifest = build(args.checkpoint, args.output, options, progress)
+    size = sum(record.bytes for record in manifest.files.values())
+    print(
+        f"twostroke: built {args.output} in {time.perf_counter() - started:.0f} s: steps {', '.join(manifest.steps)}; "
+        f"draft {manifest.speculative.method}, {manifest.speculative.draft_len} tokens a block; maximum length "
+        f"{manifest.build_config.max_seq_len}; {size / 1e6:.1f} MB",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def run_inspect_checkpoint(args: argparse.Namespace) -> int:
+    """Explains a checkpoint folder from its config and headers; no weight is read."""
+    found = inspect_checkpoint(args.path)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for name, value in found.items():
+        if isinstance(value, dict):
+            print(f"{name}:")
+            for key, item in value.items():
+                print(f"  {key}: {item}")
+        else:
+            print(f"{name}: {value}")
+    return 0
+
+
+def inspect_checkpoint(folder: Path) -> dict[str, Any]:
+    """Model, draft method, tensors and bytes by component. Raises as `Checkpoint.open` and `check` do."""
+    from twostroke.builder.checkpoint import Checkpoint
+    from twostroke.builder.draft_detection import detect_draft
+    from twostroke.builder.inventory import inventory, target_inventory
+
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
+    method = detect_draft(config, checkpoint.entries)
+    checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
+    components: dict[str, int] = {}
+    for name, entry in checkpoint.entries.items():
+        part = "draft" if name.startswith("mtp.") else "experts" if ".experts." in name else "target"
+        components[part] = components.get(part, 0) + entry.nbytes
+    kinds = {kind: config.layer_types.count(kind) for kind in dict.fromkeys(config.layer_types)}
+    return {
+        "checkpoint": str(folder),
+        "model_type": "deepseek_v4",
+        "draft": method,
+        "draft_block_size": config.dspark.block_size if config.dspark else 0,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "layers": kinds,
+        "tensors": len(checkpoint.entries),
+        "bytes": components,
+    }

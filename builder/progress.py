@@ -1,0 +1,30 @@
+"""Progress bars on stderr: one per phase of a build, nothing where stderr is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A `progress(what, done, total)` function. Phases are told apart by the first word of `what`."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            phase = what.split()[0]
+            if phase not in tasks:
+                tasks[phase] = shown.add_task(what, total=total)
+            shown.update(tasks[phase], description=what, completed=done)
+
+        yield progress
