@@ -1,9 +1,10 @@
 """In-place state, made safe and proved safe on the graph.
 
-A state input and its `.next` output share one buffer. That is right only if every reader of the old value runs before the
-one scatter that replaces it. An engine may run independent nodes in any order, so the order has to be a data dependency:
-`order_reads_before_writes` adds it, `check_aliases` proves it, together with the rest of the rule: one scatter a state tensor,
-directly on the input, whose result is the output.
+A state input and its `.next` output share one buffer. That is right only if every reader of the old value runs before
+the one scatter that replaces it. An engine may run independent nodes in any order, so the order has to be a data
+dependency: `order_reads_before_writes` adds it, `check_aliases` proves it, together with the rest of the rule: one
+scatter a state tensor, directly on the input, whose result is the output, and readers that copy what they read: a
+reshaped state would be the same memory under another name, whose readers no rule sees.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import onnx_ir as ir
 
 from twostroke.engines.errors import BuildError
 
+_COPYING_READERS = ("Gather", "GatherND", "GatherElements")
+
 
 def _inputs(model: ir.Model) -> dict[str, ir.Value]:
     return {value.name or "": value for value in model.graph.inputs}
 
 
 def _readers_and_writers(value: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
-    readers, writers = [], []
+    readers: list[ir.Node] = []
+    writers: list[ir.Node] = []
     for node, index in value.uses():
         (writers if node.op_type == "ScatterND" and index == 0 else readers).append(node)
     return readers, writers
@@ -86,9 +90,16 @@ def check_aliases(model: ir.Model, aliases: Mapping[str, str], step: str) -> Non
                 f"step {step}: {after} is not the result of the scatter {scatter.name} on {before}; nothing may stand "
                 "between a scatter and the state it writes"
             )
+        if inputs[before] in model.graph.outputs:
+            raise BuildError(f"step {step}: state {before} is an output itself; only {after} may leave the step")
         for reader in readers:
+            if reader.op_type not in _COPYING_READERS:
+                raise BuildError(
+                    f"step {step}: node {reader.name} ({reader.op_type}) reads {before}; only "
+                    f"{', '.join(_COPYING_READERS)} may, others can hand on the memory itself"
+                )
             if not _is_ancestor(reader, scatter):
                 raise BuildError(
-                    f"step {step}: node {reader.name} ({reader.op_type}) reads the old value of {before} but the scatter "
-                    f"{scatter.name} does not depend on it, so it may see the new one"
+                    f"step {step}: node {reader.name} ({reader.op_type}) reads the old value of {before} but the "
+                    f"scatter {scatter.name} does not depend on it, so it may see the new one"
                 )

@@ -115,9 +115,7 @@ def _sequence_limit(asked: int | None, trained: int, page: int) -> int:
     if asked is None:
         return min(trained, DEFAULT_MAX_SEQ_LEN)
     if not 2 <= asked <= trained:
-        raise BuildError(
-            f"--max-seq-len is {asked}; accepted: 2 to {trained}, the config's max_position_embeddings"
-        )
+        raise BuildError(f"--max-seq-len is {asked}; accepted: 2 to {trained}, the config's max_position_embeddings")
     return asked
 
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
 from twostroke.builder.config import DeepseekV4Config, load_config
 from twostroke.builder.inventory import DTYPE_BYTES, TensorSpec
 from twostroke.builder.strict_json import named, parse_json_object, read_json_object, shown, shown_list

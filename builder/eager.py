@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+
 from twostroke.builder.export import step_bindings
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.engines.base import Buffer

@@ -1,8 +1,8 @@
 """Writing an engine directory so that it is either whole or not there.
 
-Everything goes into a hidden folder beside the destination; the manifest is written last, the folder is flushed to disk and
-renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder, which does not load and
-which the next build to the same place removes.
+Everything goes into a hidden folder beside the destination; the manifest is written last, the folder is flushed to
+disk and renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder, which
+does not load and which the next build to the same place removes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from twostroke.engines.manifest import CONFIG_FILE, FileRecord, Manifest, encode
 
 @contextmanager
 def staging(destination: Path, replace: bool) -> Iterator[Path]:
-    """The hidden folder of a build to `destination`. On success it must hold a manifest (`seal`) and is moved into place;
-    on any error it is removed. BuildError for a destination that is taken, not writable, or a disk that is full."""
+    """The hidden folder of a build to `destination`. On success it must hold a manifest (`seal`) and is moved into
+    place; on any error it is removed. BuildError for a destination that is taken, not writable, or a disk that is
+    full."""
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         engine = (destination / CONFIG_FILE).is_file() and (destination / "weights.index.json").is_file()
         if not (replace and engine):
@@ -46,7 +47,8 @@ def staging(destination: Path, replace: bool) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BuildError(
-                f"no space left on the device that holds {destination.parent}: the build was removed; free some and rerun"
+                f"no space left on the device that holds {destination.parent}: the build was removed; free some "
+                "and rerun"
             ) from None
         raise BuildError(f"{destination} could not be written: {error.strerror or error} ({error.filename})") from None
     except BaseException:

@@ -56,9 +56,7 @@ def export_program(spec: StepSpec) -> torch.export.ExportedProgram:
         return {axis: dims[letter] for axis, letter in letters.items()}
 
     state = [b for b in step_bindings(spec) if b.role == "state"]
-    rows = {
-        rows_letter(t.name): t.total_rows(spec.sizes["S"], spec.sizes.get("pages", 2)) for t in spec.state
-    }
+    rows = {rows_letter(t.name): t.total_rows(spec.sizes["S"], spec.sizes.get("pages", 2)) for t in spec.state}
 
     def example(binding: Binding) -> torch.Tensor:
         shape = [d if isinstance(d, int) else {**spec.sizes, **rows}[d] for d in binding.shape]
@@ -82,8 +80,11 @@ def export_step(spec: StepSpec) -> ExportedStep:
     order_reads_before_writes(portable, aliases)
     check_aliases(portable, aliases, spec.name)
     bindings = (*bindings, *weights)
-    _declare(model, bindings)
-    _declare(portable, bindings)
+    for graph in (model, portable):
+        _declare(graph, bindings)
+        ir.passes.common.ClearMetadataAndDocStringPass()(
+            graph
+        )  # the exporter leaves source paths of this machine there
     return ExportedStep(spec.name, model, portable, bindings)
 
 

@@ -1,7 +1,8 @@
 """From checkpoint tensors to the weight bindings of an engine.
 
-A network's parameter carries the name of the checkpoint tensor it is; the experts of a layer are one bank, stacked from one
-tensor an expert. Bytes usable as stored stay in the checkpoint's shard, the rest is written once into `weights.bin`.
+A network's parameter carries the name of the checkpoint tensor it is; the experts of a layer are one bank, stacked
+from one tensor an expert. Bytes usable as stored stay in the checkpoint's shard, the rest is written once into
+`weights.bin`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
 from twostroke.builder.checkpoint import Checkpoint, TensorEntry
 from twostroke.engines.manifest import ShardRecord, WeightRecord, WeightsIndex
 
@@ -80,10 +82,8 @@ def collect(
                 value = read_weight(checkpoint, name, shape, dtype)
                 out.write(b"\0" * (-out.tell() % ALIGNMENT))
                 start = out.tell()
-                out.write(memoryview(value.contiguous().numpy()).cast("B"))
-                record = WeightRecord(
-                    WEIGHTS_BIN, start, out.tell() - start, _name(dtype), shape, source.transform
-                )
+                out.write(value.contiguous().numpy().data.cast("B"))
+                record = WeightRecord(WEIGHTS_BIN, start, out.tell() - start, _name(dtype), shape, source.transform)
             weights[name] = record
             advance(name, len(weights))
     return WeightsIndex(weights, shards)

@@ -1,7 +1,7 @@
 """The contract between a compiler's output and everything above it.
 
-A `Compiler` turns an exported step into files and loads them again as an `Engine`; an engine binds buffers once and is then
-enqueued as often as wanted. Nothing above this line knows which compiler it was.
+A `Compiler` turns an exported step into files and loads them again as an `Engine`; an engine binds buffers once and
+is then enqueued as often as wanted. Nothing above this line knows which compiler it was.
 """
 
 from __future__ import annotations

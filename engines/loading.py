@@ -42,7 +42,7 @@ class LoadedEngine:
 def load_engine_directory(
     folder: Path | str, threads: int = 1, progress: Callable[[str], None] = lambda step: None
 ) -> LoadedEngine:
-    """Verifies `folder`, maps its weights and loads every step. Raises EngineError with the one reason it must not load."""
+    """Verifies `folder`, maps its weights, loads every step. EngineError names the one reason it must not load."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     index = read_weights_index(folder)
@@ -50,7 +50,8 @@ def load_engine_directory(
     for step in manifest.steps.values():
         if step.engine not in COMPILERS:
             raise EngineError(
-                f"{folder}: step {step.name} is for engine {step.engine!r}; this installation has {', '.join(COMPILERS)}"
+                f"{folder}: step {step.name} is for engine {step.engine!r}; this installation has "
+                f"{', '.join(COMPILERS)}"
             )
     weights = map_weights(folder, index)
     engines = {}
@@ -61,15 +62,13 @@ def load_engine_directory(
 
 
 def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
-    """Checks presence, size and hash of every file the manifest names, and size and header of every shard it refers to."""
+    """Checks presence, size and hash of every file the manifest names, and size and header of every shard it uses."""
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise EngineError(f"{folder}: file {name} is missing; rebuild the engine")
         if path.stat().st_size != record.bytes:
-            raise EngineError(
-                f"{path}: {path.stat().st_size} bytes found, {record.bytes} expected; rebuild the engine"
-            )
+            raise EngineError(f"{path}: {path.stat().st_size} bytes found, {record.bytes} expected; rebuild the engine")
         if file_hash(path) != record.sha256:
             raise EngineError(f"{path}: the contents changed since the build (SHA-256 differs); rebuild the engine")
     for shard, expected in index.shards.items():
@@ -79,7 +78,10 @@ def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
         with open(path, "rb") as file:
             length = file.read(8)
             header = file.read(min(int.from_bytes(length, "little"), expected.bytes))
-        if path.stat().st_size != expected.bytes or hashlib.sha256(length + header).hexdigest() != expected.header_sha256:
+        if (
+            path.stat().st_size != expected.bytes
+            or hashlib.sha256(length + header).hexdigest() != expected.header_sha256
+        ):
             raise EngineError(f"{folder}: checkpoint shard {path} changed since the build; rebuild the engine")
 
 
@@ -108,7 +110,7 @@ def _view(path: Path, data: np.ndarray, name: str, record: WeightRecord) -> np.n
     expected = int(np.prod(record.shape, dtype=np.int64)) * dtype.itemsize
     if record.bytes != expected or record.offset < 0 or record.offset + record.bytes > data.size:
         raise EngineError(
-            f"{path}: weight {name} should be {expected} bytes at {record.offset}, the file has {data.size}; rebuild the "
-            "engine"
+            f"{path}: weight {name} should be {expected} bytes at {record.offset}, the file has {data.size}; rebuild "
+            "the engine"
         )
     return data[record.offset : record.offset + record.bytes].view(dtype).reshape(record.shape)

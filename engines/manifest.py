@@ -1,7 +1,7 @@
 """What an engine directory says of itself: `config.json`, `weights.index.json`, and the state contract.
 
-The runtime reads nothing else to know a model: no network, no framework. Files are msgspec structures, so a wrong type or a
-missing field is an error that names its place.
+The runtime reads nothing else to know a model: no network, no framework. Files are msgspec structures, so a wrong
+type or a missing field is an error that names its place.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def read_weights_index(folder: Path) -> WeightsIndex:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     if not path.parent.is_dir():
-        raise EngineError(f"{path.parent}: no such engine directory; build one with `twostroke build CHECKPOINT -o DIR`")
+        raise EngineError(
+            f"{path.parent}: no such engine directory; build one with `twostroke build CHECKPOINT -o DIR`"
+        )
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -169,8 +171,8 @@ def _read(path: Path, kind: type[Any]) -> Any:
         ) from None
     except (msgspec.DecodeError, OSError) as error:
         raise EngineError(
-            f"{path} cannot be read as a file of an engine directory ({error}); if this is a checkpoint, build it first "
-            "with `twostroke build`"
+            f"{path} cannot be read as a file of an engine directory ({error}); if this is a checkpoint, build it "
+            "first with `twostroke build`"
         ) from None
 
 
@@ -192,8 +194,6 @@ def named_dims(bindings: Mapping[str, Binding], shapes: Mapping[str, tuple[int, 
                 if want != have:
                     raise EngineError(f"step {step}: {name} has shape {shape}, expected {expected}")
             elif dims.setdefault(want, have) != have:
-                raise EngineError(
-                    f"step {step}: {name} has {want}={have}, but {origin[want]} has {want}={dims[want]}"
-                )
+                raise EngineError(f"step {step}: {name} has {want}={have}, but {origin[want]} has {want}={dims[want]}")
             origin.setdefault(str(want), name)
     return dims

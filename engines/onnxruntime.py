@@ -1,7 +1,8 @@
 """ONNX Runtime on a CPU: one session per step, every dimension that varies dynamic, weights bound as inputs.
 
-Weights are mapped files shared by all sessions; nothing is copied or folded into a session. State is updated in place by
-binding one buffer as input and output. Threads are an explicit choice: spinning threads of several sessions fight each other.
+Weights are mapped files shared by all sessions; nothing is copied or folded into a session. State is updated in place
+by binding one buffer as input and output. Threads are an explicit choice: spinning threads of several sessions fight
+each other.
 """
 
 from __future__ import annotations
@@ -54,13 +55,22 @@ class OnnxRuntimeEngine:
         graph_names = {value.name for value in (*session.get_inputs(), *session.get_outputs())}
         if graph_names != set(self._bindings):
             differing = ", ".join(sorted(graph_names ^ set(self._bindings)))
-            raise EngineError(f"step {step.name}: graph and manifest disagree on bindings {differing}; rebuild the engine")
+            raise EngineError(
+                f"step {step.name}: graph and manifest disagree on bindings {differing}; rebuild the engine"
+            )
         self._weights: dict[str, ort.OrtValue] = {}
         for name, binding in self._bindings.items():
             if binding.role == "weight":
                 if name not in weights:
-                    raise EngineError(f"step {step.name}: weight {name} is not in the weights index; rebuild the engine")
+                    raise EngineError(
+                        f"step {step.name}: weight {name} is not in the weights index; rebuild the engine"
+                    )
                 _check(step.name, binding, weights[name])
+                if weights[name].shape != binding.shape:
+                    raise EngineError(
+                        f"step {step.name}: weight {name} has shape {weights[name].shape} in the weights index, "
+                        f"{binding.shape} in the graph; rebuild the engine"
+                    )
                 self._weights[name] = ort.OrtValue.ortvalue_from_numpy(weights[name].owner)
 
     @property
@@ -79,11 +89,12 @@ class OnnxRuntimeEngine:
             _check(self.step.name, binding, chosen[name])
         named_dims(wanted, {name: buffer.shape for name, buffer in chosen.items()}, self.step.name)
         binding_set = self._session.io_binding()
-        values: dict[int, ort.OrtValue] = {}
+        values: dict[tuple[int, str, tuple[int, ...]], ort.OrtValue] = {}
         for name, value in self._weights.items():
             binding_set.bind_ortvalue_input(name, value)
         for name, buffer in chosen.items():
-            value = values.setdefault(buffer.pointer, ort.OrtValue.ortvalue_from_numpy(buffer.owner))
+            memory = buffer.pointer, buffer.dtype, buffer.shape
+            value = values.setdefault(memory, ort.OrtValue.ortvalue_from_numpy(buffer.owner))
             if wanted[name].role == "output":
                 binding_set.bind_ortvalue_output(name, value)
             else:

@@ -13,7 +13,5 @@ from twostroke.plugins.nsa import torch_op as nsa
 from twostroke.plugins.op import Op
 
 CATALOGUE: Mapping[str, Op] = {
-    op.name: op
-    for folder in (all_reduce, compressor, hyper_connection, markov_head, moe, nsa)
-    for op in folder.OPS
+    op.name: op for folder in (all_reduce, compressor, hyper_connection, markov_head, moe, nsa) for op in folder.OPS
 }

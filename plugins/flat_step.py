@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 
-def request_of_token(row_start: Tensor, tokens: int) -> Tensor:
-    """Request index of each token, `[N]`; padding rows get index `R`. row_start: i64 [R+1], row_start[0] = 0."""
-    rows = torch.arange(tokens)
+def request_of(rows: Tensor, row_start: Tensor) -> Tensor:
+    """Request index of each of `rows [X]`; padding rows get index `R`. row_start: i64 [R+1], row_start[0] = 0."""
     return (rows[:, None] >= row_start[None, :]).sum(dim=1) - 1
+
+
+def closing_rows(positions: Tensor, slots: Tensor, row_start: Tensor, *, ratio: int) -> Tensor:
+    """The rows that complete a window of `ratio` tokens, in order, then -1: i64 [C] with C = N // ratio + R, the most
+    there can be. Scratch rows complete nothing."""
+    tokens = positions.shape[0]
+    most = tokens // ratio + row_start.shape[0] - 1
+    closes = (positions % ratio == ratio - 1) & (slots != 0)
+    rank = torch.cumsum(closes.to(torch.int64), dim=0) - 1
+    wanted = torch.arange(most)[:, None]
+    match = closes[None, :] & (rank[None, :] == wanted)
+    return torch.where(match, torch.arange(tokens)[None, :] + 1, 0).sum(dim=1) - 1
 
 
 def gather_recent(
@@ -27,26 +38,27 @@ def gather_recent(
     *,
     count: int,
     ring: int,
+    of: Tensor | None = None,
     first_position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `count` most recent rows of every token, oldest first, its own row last.
+    """The `count` most recent rows of every token, oldest first, its own row last; only of the rows `of [X]` if given.
 
     A row whose position belongs to this step comes from `fresh [N, W]`, an older one from `ring_rows [S*ring, W]`
-    as it was before the step. Positions below `first_position [N]` (default 0) do not exist: they are redirected by
+    as it was before the step. Positions below `first_position [X]` (default 0) do not exist: they are redirected by
     index to the token's own fresh row and reported as invalid, so stale memory is never multiplied by anything.
 
-    Returns rows [N, count, W] and valid [N, count] (bool).
+    Returns rows [X, count, W] and valid [X, count] (bool), X = N without `of`.
     """
-    tokens = fresh.shape[0]
-    here = torch.arange(tokens)[:, None]
-    back = torch.arange(count - 1, -1, -1)[None, :]
-    wanted = positions[:, None] - back
+    whose = torch.arange(fresh.shape[0]) if of is None else of
+    at, owner = (positions, slots) if of is None else (positions[of], slots[of])
+    here, back = whose[:, None], torch.arange(count - 1, -1, -1)[None, :]
+    wanted = at[:, None] - back
     valid = wanted >= (0 if first_position is None else first_position[:, None])
-    start = row_start[request_of_token(row_start, tokens)][:, None]
+    start = row_start[request_of(whose, row_start)][:, None]
     source = (here - back).clamp(min=0)
-    in_step = (here - back >= start) & (slots[source] == slots[:, None])
+    in_step = (here - back >= start) & (slots[source] == owner[:, None])
     source = torch.where(in_step & valid, source, here)
-    old = slots[:, None] * ring + torch.where(valid, wanted, positions[:, None]) % ring
+    old = owner[:, None] * ring + torch.where(valid, wanted, at[:, None]) % ring
     rows = torch.where((in_step | ~valid)[:, :, None], take(fresh, source), take(ring_rows, old))
     return rows, valid
 
@@ -55,8 +67,8 @@ def ring_targets(positions: Tensor, slots: Tensor, row_start: Tensor, *, ring: i
     """Ring row each token writes, i64 [N]: its own, or scratch (row 0) if a later token of this step owns it too."""
     tokens = positions.shape[0]
     ends = torch.cat([row_start, torch.full((1,), tokens, dtype=row_start.dtype)])
-    end = ends[request_of_token(row_start, tokens) + 1]
-    last = torch.arange(tokens) + ring >= end
+    rows = torch.arange(tokens)
+    last = rows + ring >= ends[request_of(rows, row_start) + 1]
     return torch.where(last, slots * ring + positions % ring, 0)
 
 

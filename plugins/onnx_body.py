@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 import onnxscript
 import onnxscript.optimizer
-import sympy
 import torch
 from torch.export import Dim
 
@@ -64,7 +64,7 @@ def _floor_divide(dividend: Any, divisor: Any) -> Any:
     return _opset.Div(dividend, _opset.Constant(value_int=divisor) if isinstance(divisor, int) else divisor)
 
 
-@lru_cache(maxsize=1)
+@cache
 def translation_table() -> Mapping[Any, Callable[..., Any]]:
     """What the ONNX exporter needs to know of our ops."""
     table: dict[Any, Callable[..., Any]] = {op.overload: _node_builder(op) for op in CATALOGUE.values()}
@@ -73,8 +73,9 @@ def translation_table() -> Mapping[Any, Callable[..., Any]]:
 
 
 def to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
-    """An exported program as an ONNX model, our ops as opaque nodes. Parameters become graph inputs of their own name,
-    before the optimiser sees them: it would fold, merge or reshape what it takes for constants. Unread ones are left out."""
+    """An exported program as an ONNX model, our ops as opaque nodes. Parameters become graph inputs of their own
+    name, before the optimiser sees them: it would fold, merge or reshape what it takes for constants. Unread ones are
+    left out."""
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     exported = torch.onnx.export(
         program,
@@ -89,8 +90,9 @@ def to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
     for name in program.graph_signature.parameters:
         value = model.graph.initializers.pop(name) if name in model.graph.initializers else None
         if value is not None and value.uses():
-            assert value.const_value is not None
-            value.shape, value.type = value.const_value.shape, ir.TensorType(value.const_value.dtype)
+            constant = value.const_value
+            assert constant is not None
+            value.shape, value.type = ir.Shape(constant.shape.numpy()), ir.TensorType(constant.dtype)
             value.const_value = None
             model.graph.inputs.append(value)
     known = {
@@ -119,20 +121,19 @@ class _Reference(torch.nn.Module):
 _Signature = tuple[tuple[str, tuple[int | str, ...]], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.Model:
     dims_by_name: dict[str, Any] = {}
     sizes: dict[str, int] = {}
 
     def dimension(text: str) -> tuple[Any, int]:
-        """A dynamic dimension such as `d0` or `5*d1`, and its size in the example."""
-        for name in sorted(_names(text)):
-            if name not in dims_by_name:
-                sizes[name] = _EXAMPLE_SIZES[len(sizes)]
-                dims_by_name[name] = Dim(name, min=2, max=1 << 30)
-        expression = sympy.sympify(text, locals={name: sympy.Symbol(name) for name in sizes})
-        value = int(expression.subs({sympy.Symbol(name): size for name, size in sizes.items()}))
-        return sympy.lambdify(list(map(sympy.Symbol, sizes)), expression)(*dims_by_name.values()), value
+        """A dynamic dimension, `d0` or `5*d0`, and its size in the example."""
+        factor, _, name = text.rpartition("*")
+        if name not in dims_by_name:
+            sizes[name] = _EXAMPLE_SIZES[len(sizes)]
+            dims_by_name[name] = Dim(name, min=2, max=1 << 30)
+        times = int(factor or 1)
+        return (times * dims_by_name[name] if factor else dims_by_name[name]), times * sizes[name]
 
     arguments, dynamic = [], []
     for dtype, shape in signature:
@@ -145,27 +146,28 @@ def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.M
     return to_onnx(program)
 
 
-def _names(text: str) -> set[str]:
-    return {word for word in "".join(c if c.isalnum() or c == "_" else " " for c in text).split() if not word.isdigit()}
+_MULTIPLE = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)")
 
 
 def _signature(node: ir.Node) -> _Signature:
-    """dtypes and shapes of a node's inputs, with dynamic dimensions renamed in order of appearance so that layers of one
-    kind share a body."""
+    """dtypes and shapes of a node's inputs, with dynamic dimensions renamed in order of appearance so that layers of
+    one kind share a body. A dimension that is more than a multiple of a name counts as a name of its own."""
     renamed: dict[str, str] = {}
 
     def canonical(dim: Any) -> int | str:
         if isinstance(dim, int):
             return dim
         text = str(dim.value if hasattr(dim, "value") else dim)
-        for name in sorted(_names(text)):
-            renamed.setdefault(name, f"d{len(renamed)}")
-        expression = sympy.sympify(text, locals={n: sympy.Symbol(r) for n, r in renamed.items()})
-        return str(expression)
+        multiple = _MULTIPLE.fullmatch(text)
+        factor, name = multiple.groups() if multiple else (None, text)
+        short = renamed.setdefault(name, f"d{len(renamed)}")
+        return f"{factor}*{short}" if factor else short
 
     found = []
     for value in node.inputs:
-        assert value is not None and value.shape is not None and value.dtype is not None, (node.name, value)
+        assert value is not None, node.name
+        assert value.shape is not None, value
+        assert value.dtype is not None, value
         found.append((_dtype(value.dtype), tuple(canonical(dim) for dim in value.shape)))
     return tuple(found)
 
@@ -205,5 +207,11 @@ def inline_bodies(model: ir.Model) -> ir.Model:
     model.opset_imports[NAMESPACE] = 1
     inlined = ir.passes.common.InlinePass()(model).model
     inlined.functions.clear()
+    # Bodies name their dimensions each for itself; engines take equal names for equal sizes and share buffers by them.
+    kept = set(inlined.graph.outputs)
+    for node in inlined.graph:
+        for value in node.outputs:
+            if value not in kept:
+                value.shape = None
     inlined.opset_imports.pop(NAMESPACE, None)
     return inlined

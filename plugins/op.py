@@ -1,7 +1,7 @@
 """An op as both sides see it: one reference function, a torch op of the same name and signature, a shape function.
 
-Tensor parameters of the reference are the op's inputs, the others (int, float, bool) its attributes, in the same order and
-under the same names in torch, in ONNX and in a TensorRT plugin.
+Tensor parameters of the reference are the op's inputs, the others (int, float, bool) its attributes, in the same
+order and under the same names in torch, in ONNX and in a TensorRT plugin.
 """
 
 from __future__ import annotations

@@ -24,14 +24,20 @@ def own_text(
     batch: int,
     prompt_length: int,
     count: int,
-    sampled_share: float,
+    astray: int,
 ) -> Tensor:
-    """[sequences, prompt_length + count]: the target's continuations of training prompts, most of them greedy."""
+    """[sequences, prompt_length + count]: the target's greedy continuations of training prompts.
+
+    In every second batch the first `astray` tokens are sampled: on training prompts the target partly recites, and what
+    it writes away from its training text is closer to what it writes after a new prompt.
+    """
     parts = []
-    for begin in range(0, sequences, batch):
-        prompts = stream.cuts(min(batch, sequences - begin), prompt_length, top_level_share=0.7)
-        temperature = 0.8 if begin < sampled_share * sequences else 0.0
-        parts.append(continuations(config, weights, prompts, count, temperature))
+    for number, begin in enumerate(range(0, sequences, batch)):
+        tokens = stream.cuts(min(batch, sequences - begin), prompt_length, top_level_share=0.7)
+        sampled = astray * (number % 2)
+        if sampled:
+            tokens = continuations(config, weights, tokens, sampled, temperature=1.0)
+        parts.append(continuations(config, weights, tokens, count - sampled))
     return torch.cat(parts)
 
 
@@ -40,7 +46,7 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Tokens [B, L], anchor positions [B, A] -> loss, agreement of greedy picks by position [G], expert loads.
 
-    Per position k: 0.1 cross-entropy to the token + 0.9 L1 to the target's distribution, weighted exp(-(k-1)/G), and
+    Per position k: 0.5 cross-entropy to the token + 0.9 L1 to the target's distribution, weighted exp(-(k-1)/G), and
     the confidence's cross-entropy to 1 - L1/2 (DS sections 2.2 and 8). Blocks end where the text does.
     """
     size = config.dspark_block_size
@@ -62,7 +68,7 @@ def draft_loss(
     distance = (log_p.exp() - p_target).abs().sum(-1)
     survives = confidence(config, weights, output.hidden, previous)
     sure = F.binary_cross_entropy_with_logits(survives, 1 - 0.5 * distance.detach(), reduction="none")
-    loss = ((0.1 * entropy + 0.9 * distance + sure) * weight).sum() / weight.sum().clamp(min=1)
+    loss = ((0.5 * entropy + 0.9 * distance + sure) * weight).sum() / weight.sum().clamp(min=1)
     agree = (log_p.argmax(-1) == p_target.argmax(-1)).float() * alive
     loads = {at: (route > 0).float().mean((0, 1)) for at, route in trace.routes}
     return loss, agree.sum((0, 1)) / alive.sum((0, 1)).clamp(min=1), loads

@@ -14,16 +14,16 @@ def demo_config() -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
-        "vocab_size": 2048,
+        "vocab_size": 1024,
         "hidden_size": 192,
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "head_dim": 64,
         "qk_rope_head_dim": 16,
-        "q_lora_rank": 96,
+        "q_lora_rank": 128,
         "o_groups": 2,
-        "o_lora_rank": 48,
+        "o_lora_rank": 64,
         "sliding_window": 64,
         "compress_ratios": [0, 4, 128, 4, 4, 0, 0, 0],
         "compress_rope_theta": 160000,
@@ -68,7 +68,7 @@ def demo_config() -> dict[str, Any]:
         "dspark_block_size": 5,
         "dspark_noise_token_id": NOISE,
         "dspark_target_layer_ids": [2, 3, 4],
-        "dspark_markov_rank": 32,
+        "dspark_markov_rank": 64,
     }
 
 

@@ -16,6 +16,7 @@ from twostroke.builder.demo.token_stream import TokenStream
 from twostroke.builder.demo.whole_sequence import Trace, target
 
 INDEXER_WEIGHT = 0.1
+HOPELESS = 5.0  # nats per token; unigrams give about 6.3
 
 
 def indexer_loss(trace: Trace) -> Tensor:
@@ -80,6 +81,8 @@ def train_target(
             mean = seen.item() / every
             seconds = time.perf_counter() - began
             log(f"target {number + 1}/{steps} nats/token {mean:.4f} held-out bpb {check():.4f} {seconds:.0f} s")
+            if number >= 500 and mean > HOPELESS:
+                raise RuntimeError(f"the target does not learn: {mean:.2f} nats per token; lower --learning-rate")
             seen.zero_()
 
 

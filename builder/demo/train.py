@@ -36,21 +36,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stdlib", type=Path, default=corpus.stdlib_root(), help="sources to learn from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5000, help="steps of the target")
+    parser.add_argument("--steps", type=int, default=2600, help="steps of the target")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--length", type=int, default=640)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--loop-rounds", type=int, default=8)
+    parser.add_argument("--dropout", type=float, default=0.15)
+    parser.add_argument("--loop-rounds", type=int, default=5)
     parser.add_argument("--loop-steps", type=int, default=30, help="steps of each round")
     parser.add_argument("--loop-strength", type=float, default=0.5)
     parser.add_argument("--loop-learning-rate", type=float, default=3e-4)
-    parser.add_argument("--sequences", type=int, default=24576, help="texts that the target writes for the draft")
-    parser.add_argument("--sampled-share", type=float, default=0.15, help="of them, sampled at 0.8")
+    parser.add_argument("--sequences", type=int, default=32768, help="texts that the target writes for the draft")
+    parser.add_argument("--astray", type=int, default=16, help="tokens sampled first in half of these texts")
     parser.add_argument("--generation-batch", type=int, default=4096)
     parser.add_argument("--prompt-length", type=int, default=96)
     parser.add_argument("--generated", type=int, default=160, help="tokens of each such text")
-    parser.add_argument("--draft-steps", type=int, default=4000)
+    parser.add_argument("--draft-steps", type=int, default=8000)
     parser.add_argument("--draft-batch", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=24, help="drafted blocks per text and step")
     parser.add_argument("--draft-learning-rate", type=float, default=2e-3)
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
             batch=options.generation_batch,
             prompt_length=options.prompt_length,
             count=options.generated,
-            sampled_share=options.sampled_share,
+            astray=options.astray,
         ).to(torch.int16)
 
     def make_draft(written: Tensor) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from twostroke.builder.networks.layers import (
 from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.all_reduce.torch_op import ALL_REDUCE
 from twostroke.plugins.compressor.torch_op import COMPRESS
+from twostroke.plugins.flat_step import closing_rows
 from twostroke.plugins.hyper_connection.torch_op import HC_HEAD, HC_POST, HC_PRE
 from twostroke.plugins.moe.reference import swiglu
 from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_ROUTE, MOE_ROUTE_HASH
@@ -44,8 +45,8 @@ TOKENS_PER_PAGE = 256
 
 @dataclass(frozen=True)
 class Flat:
-    """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` and `index_turn` by the
-    compressed layers' ones, `entry_turn[ratio, size]` at the first token of the window a token closes."""
+    """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` and `index_turn` by
+    the compressed layers' ones, `entry_turn[ratio, size]` at the first token of each window of `ratio` that the rows `closing[ratio]` complete."""
 
     token_ids: Tensor
     positions: Tensor
@@ -56,6 +57,7 @@ class Flat:
     turn: Rotation
     index_turn: Rotation
     entry_turn: dict[tuple[int, int], Rotation]
+    closing: dict[int, Tensor]
 
 
 class Projections(nn.Module):
@@ -115,7 +117,7 @@ class Compressor(nn.Module):
         self.wgate = Linear(config.hidden_size, width)
 
     def forward(self, x: Tensor, flat: Flat, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """The row [N, size] each token would complete, normed and rotated, and the raw ring after the step."""
+        """The rows [C, size] this step completes, normed and rotated, and the raw ring after the step."""
         row, raw = COMPRESS.overload(
             self.wkv(x),
             self.wgate(x),
@@ -124,6 +126,7 @@ class Compressor(nn.Module):
             flat.positions,
             flat.slots,
             flat.row_start,
+            flat.closing[self.ratio],
             self.ratio,
             self.overlap,
             self.ring,
@@ -142,7 +145,7 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, ratio, self.size, overlap=True, ring=ring)
 
     def forward(self, x: Tensor, latent: Tensor, flat: Flat, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Index queries [N, heads, size], head weights [N, heads], the index row a token completes, the raw ring."""
+        """Index queries [N, heads, size], head weights [N, heads], the index rows completed [C, size], the raw ring."""
         q = flat.index_turn(self.wq_b(latent).reshape(-1, self.heads, self.size))
         head_weight = self.weights_proj(x) * (self.heads**-0.5 * self.size**-0.5)
         row, raw = self.compressor(x, flat, raw)
@@ -210,6 +213,7 @@ class HeavilyCompressedAttention(Projections):
             flat.positions,
             flat.slots,
             flat.row_start,
+            flat.closing[self.ratio],
             self.config.sliding_window,
             self.ring,
             self.ratio,
@@ -262,6 +266,7 @@ class CompressedSparseAttention(Projections):
             flat.positions,
             flat.slots,
             flat.row_start,
+            flat.closing[self.ratio],
             flat.page_table,
             self.config.sliding_window,
             self.ring,
@@ -358,13 +363,9 @@ class HyperConnected(nn.Module):
 
     def _pre(self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        return HC_PRE.overload(
-            streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        )
+        return HC_PRE.overload(streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
 
-    def forward(
-        self, streams: Tensor, flat: Flat, state: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, streams: Tensor, flat: Flat, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         a, post, comb = self._pre(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
         out, state = self.attn(self.attn_norm(a), flat, state)
         streams = HC_POST.overload(out, streams, post, comb)
@@ -375,7 +376,8 @@ class HyperConnected(nn.Module):
 
 class DeepseekV4(nn.Module):
     """The target step. `draft_len` drafted tokens a request (T = draft_len + 1) size the rings; `taps` are the layers
-    whose outputs, averaged over streams, the draft method asks for."""
+    whose outputs, averaged over streams, the draft method asks for. `layer_state` has each layer's state tensors in the
+    order `forward` takes them."""
 
     def __init__(self, config: DeepseekV4Config, draft_len: int, max_seq_len: int, taps: tuple[int, ...]) -> None:
         super().__init__()
@@ -383,21 +385,22 @@ class DeepseekV4(nn.Module):
         block = draft_len + 1
         hidden, streams = config.hidden_size, config.hc_mult
         self.embed = Linear(hidden, config.vocab_size)
+        attention = [self._attention(layer, block) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(
-            HyperConnected(config, self._attention(layer, block), hashed=layer < config.num_hash_layers)
-            for layer in range(config.num_hidden_layers)
+            HyperConnected(config, attn, hashed=layer < config.num_hash_layers) for layer, attn in enumerate(attention)
         )
+        self.layer_state = tuple(attn.state(f"layers.{layer}") for layer, attn in enumerate(attention))
         self.hc_head_fn, self.hc_head_base = weight(streams, streams * hidden), weight(streams)
         self.hc_head_scale = weight(1)
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.head = Linear(hidden, config.vocab_size)
         rope = config.qk_rope_head_dim
         self.register_buffer("window_frequencies", rope_frequencies(rope, config.rope_theta, None))
-        self.register_buffer(
-            "frequencies", rope_frequencies(rope, config.compress_rope_theta, config.rope_scaling)
-        )
+        self.register_buffer("frequencies", rope_frequencies(rope, config.compress_rope_theta, config.rope_scaling))
 
-    def _attention(self, layer: int, block: int) -> Projections:
+    def _attention(
+        self, layer: int, block: int
+    ) -> WindowAttention | HeavilyCompressedAttention | CompressedSparseAttention:
         kind, ratio = self.config.layer_types[layer], self.config.compress_ratios[layer]
         if kind == SLIDING:
             return WindowAttention(self.config, block)
@@ -405,31 +408,30 @@ class DeepseekV4(nn.Module):
             return HeavilyCompressedAttention(self.config, ratio, block, self.max_seq_len)
         return CompressedSparseAttention(self.config, ratio, block)
 
-    @property
-    def layer_state(self) -> tuple[tuple[StateTensor, ...], ...]:
-        """State tensors of each layer, in the order `forward` takes them."""
-        return tuple(layer.attn.state(f"layers.{i}") for i, layer in enumerate(self.layers))
-
-    def flat(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, row_start: Tensor, page_table: Tensor
-    ) -> Flat:
+    def flat(self, token_ids: Tensor, positions: Tensor, slots: Tensor, row_start: Tensor, page_table: Tensor) -> Flat:
         """Step inputs (i32) as the layers read them (i64), with every rotation computed once."""
-        positions = positions.long()
+        positions, slots, row_start = positions.long(), slots.long(), row_start.long()
         size, index_size = self.config.head_dim, self.config.index_head_dim
-        compressed = zip(self.config.compress_ratios, self.config.layer_types, strict=True)
-        entries = {(ratio, size) for ratio in self.config.compress_ratios if ratio}
-        entries |= {(ratio, index_size) for ratio, kind in compressed if kind == CSA}
         turn_at = functools.partial(Rotation.at, frequencies=self.frequencies)
+        ratios = {ratio for ratio in self.config.compress_ratios if ratio}
+        closing = {ratio: closing_rows(positions, slots, row_start, ratio=ratio) for ratio in sorted(ratios)}
+        kinds = zip(self.config.compress_ratios, self.config.layer_types, strict=True)
+        entries = {(ratio, n) for ratio, kind in kinds if ratio for n in (size, index_size) if n == size or kind == CSA}
+
+        def opened(ratio: int) -> Tensor:
+            return (positions[closing[ratio].clamp(min=0)] - (ratio - 1)).clamp(min=0)
+
         return Flat(
             token_ids.long(),
             positions,
-            slots.long(),
-            row_start.long(),
+            slots,
+            row_start,
             page_table.long(),
             Rotation.at(positions, self.window_frequencies, size),
             turn_at(positions, size=size),
             turn_at(positions, size=index_size),
-            {(r, n): turn_at((positions - (r - 1)).clamp(min=0), size=n) for r, n in sorted(entries)},
+            {(ratio, n): turn_at(opened(ratio), size=n) for ratio, n in sorted(entries)},
+            closing,
         )
 
     def forward(

@@ -1,18 +1,19 @@
 """DSpark draft of DeepSeek-V4 (0731): a parallel block of G hidden rows, then a sequential head that picks G tokens.
 
     observe:  m_p = main_norm(main_proj z_p);  stage s keeps  rope(kv_norm_s(wkv_s m_p))  at position p
-    propose:  rows [anchor, noise x (G-1)] at positions P .. P+G-1 pass three V4 layers whose attention sees the context rows
-              of positions P-window .. P-1 and the whole block, both directions;  h = hc_head(X);  U = head(norm(h))
-              then the markov head picks x_1 .. x_G and says how sure it is
+    propose:  rows [anchor, noise x (G-1)] at positions P .. P+G-1 pass three V4 layers whose attention sees the
+              context rows of positions P-window .. P-1 and the whole block, both directions;
+              h = hc_head(X),  U = head(norm(h));  the markov head picks x_1 .. x_G and says how sure it is
 
-z_p is the mean over streams of the outputs of the target layers `dspark_target_layer_ids`, concatenated. Source: DSpark
-(arXiv 2607.05147) and the publisher's reference for V4-Flash-0731. Draft layers use window frequencies, no YaRN. The context is
-written for committed tokens only, so it never needs undoing; the block's own rows are not kept.
+z_p is the mean over streams of the outputs of the target layers `dspark_target_layer_ids`, concatenated. Source:
+DSpark (arXiv 2607.05147) and the publisher's reference for V4-Flash-0731. Draft layers use window frequencies, no
+YaRN. The context is written for committed tokens only, so it never needs undoing; the block's own rows are not kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,9 @@ class ConfidenceHead(nn.Module):
 
 
 class Stage(HyperConnected):
-    """One draft layer. The first also holds the context projection, the last the heads, as the checkpoint lays them out."""
+    """One draft layer. As in the checkpoint, the first also holds the context projection and the last the heads."""
+
+    attn: BlockAttention
 
     def __init__(self, config: DeepseekV4Config, dspark: DSparkConfig, first: bool, last: bool) -> None:
         super().__init__(config, BlockAttention(config, dspark.block_size), hashed=False)
@@ -113,10 +116,13 @@ class DSpark(nn.Module):
         stages = len(dspark.target_layer_ids)
         self.embed = Linear(config.hidden_size, config.vocab_size)
         self.head = Linear(config.hidden_size, config.vocab_size)
-        self.mtp = nn.ModuleList(
-            Stage(config, dspark, first=s == 0, last=s == stages - 1) for s in range(stages)
-        )
+        self.mtp = nn.ModuleList(Stage(config, dspark, first=s == 0, last=s == stages - 1) for s in range(stages))
         self.register_buffer("frequencies", rope_frequencies(config.qk_rope_head_dim, config.rope_theta, None))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The draft layers in order."""
+        return tuple(cast(Stage, stage) for stage in self.mtp)
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
@@ -144,9 +150,10 @@ class Observe(DSpark):
         """The context rings with this step's rows. taps [N, W]; `next_ids` [N] is for methods that embed it."""
         positions, slots, row_start = positions.long(), slots.long(), row_start.long()
         turn = Rotation.at(positions, self.frequencies, self.config.head_dim)
-        features = self.mtp[0].main_norm(self.mtp[0].main_proj(taps))
+        first = self.stages[0]
+        features = first.main_norm(first.main_proj(taps))
         after = []
-        for stage, rows in zip(self.mtp, context, strict=True):
+        for stage, rows in zip(self.stages, context, strict=True):
             targets = ring_targets(positions, slots, row_start, ring=stage.attn.ring)
             after.append(scatter_rows(rows, targets, stage.attn.key_rows(features, turn)))
         return tuple(after)
@@ -190,11 +197,13 @@ class Propose(DSpark):
         filler = torch.full((requests, gamma - 1), self.dspark.noise_token_id, dtype=torch.int64)
         ids = torch.cat([anchor[:, None], filler], dim=1).reshape(-1)
         positions = (position[:, None] + torch.arange(gamma)).reshape(-1)
-        block = Block(ids, position, slot, valid_from.long(), Rotation.at(positions, self.frequencies, self.config.head_dim))
+        block = Block(
+            ids, position, slot, valid_from.long(), Rotation.at(positions, self.frequencies, self.config.head_dim)
+        )
         streams = self.embed.weight[ids][:, None, :].expand(-1, config.hc_mult, -1).contiguous()
-        for stage, rows in zip(self.mtp, context, strict=True):
+        for stage, rows in zip(self.stages, context, strict=True):
             streams, _ = stage(streams, block, (rows,))
-        last = self.mtp[-1]
+        last = self.stages[-1]
         hidden = HC_HEAD.overload(
             streams, last.hc_head_fn, last.hc_head_base, last.hc_head_scale, config.hc_eps, config.rms_norm_eps
         )

@@ -1,7 +1,7 @@
 """Small parts every network shares: weights without values, norms, rope, and the declaration of a step.
 
-Networks are built with uninitialised memory (nothing is touched), exported, and their parameters become inputs of the graph:
-a network on its own holds shapes and maths, never a checkpoint.
+Networks are built with uninitialised memory (nothing is touched), exported, and their parameters become inputs of the
+graph: a network on its own holds shapes and maths, never a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def rms(x: Tensor, eps: float) -> Tensor:
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Angle per position of each of the dim/2 pairs, f32 [dim/2]; YaRN if `scaling`, without any attention factor.
 
-    f_i = theta^(-2i/dim); with YaRN f'_i = f_i/factor * (1 - s_i) + f_i * s_i, s_i = 1 - clamp((i - low)/(high - low), 0, 1),
+    f_i = theta^(-2i/dim); with YaRN f'_i = f_i/factor * (1 - s_i) + f_i * s_i,
+    s_i = 1 - clamp((i - low)/(high - low), 0, 1),
     low/high = floor/ceil of dim * ln(original/(2 pi beta)) / (2 ln theta) at beta_fast/beta_slow.
     """
     exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    frequencies = theta ** -exponent
+    frequencies = theta**-exponent
     if scaling is None:
         return frequencies.float()
 
@@ -76,8 +77,8 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 class Rotation:
     """Rope of rows of `size` features, the last 2*pairs of which turn; neighbours (2i, 2i+1) form a pair.
 
-    y = x * cos + swapped(x) * sin, with swapped exchanging the members of every pair and sin [N, size] carrying the signs
-    (-, +); features that stay have angle 0. One gather and three elementwise nodes in a graph.
+    y = x * cos + swapped(x) * sin, with swapped exchanging the members of every pair and sin [N, size] carrying the
+    signs (-, +); features that stay have angle 0. One gather and three elementwise nodes in a graph.
     """
 
     cos: Tensor
@@ -105,8 +106,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """A step ready for export: `module(*inputs, *state)` returns the outputs, then the new value of every state tensor it
-    `writes`, in this order. `sizes` are example values (at least 2) of the dynamic letters."""
+    """A step ready for export: `module(*inputs, *state)` returns the outputs, then the new value of every state
+    tensor it `writes`, in this order. `sizes` are example values (at least 2) of the dynamic letters."""
 
     name: str
     module: nn.Module

@@ -25,7 +25,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Target:
-    """A target network's constructor `(config, draft_len, max_seq_len, taps) -> module with .step()` and its page size."""
+    """A target network: `network(config, draft_len, max_seq_len, taps) -> module with .step()`, and its page size."""
 
     network: Callable[..., nn.Module]
     tokens_per_page: int

@@ -16,16 +16,22 @@ def compress(
     positions: Tensor,
     slots: Tensor,
     row_start: Tensor,
+    closing: Tensor,
     ratio: int,
     overlap: bool,
     ring: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns candidate rows [N, D] and the raw ring with this step's rows. A ring holds T + 2*ratio - 2 rows (CSA) or
-    T + ratio - 2 (HCA): enough for every row the open window and, with overlap, the one before it still need."""
+    """Returns the rows [C, D] of the windows this step completes and the raw ring with this step's rows.
+
+    `closing` i64 [C] names the token rows that complete a window, -1 fills up (its result is of no meaning). A ring holds
+    T + 2*ratio - 2 rows (CSA) or T + ratio - 2 (HCA): enough for all that the open window and, with overlap, the one
+    before it still need.
+    """
     fresh = torch.cat([kv, gate + take(ape, positions % ratio)], dim=1)
     width = kv.shape[1]
     span = 2 * ratio if overlap else ratio
-    opened = positions - positions % ratio - (ratio if overlap else 0)
+    closer = closing.clamp(min=0)
+    at = positions[closer]
     recent, valid = gather_recent(
         fresh,
         raw,
@@ -34,7 +40,8 @@ def compress(
         row_start,
         count=span,
         ring=ring,
-        first_position=opened.clamp(min=0),
+        of=closer,
+        first_position=(at - at % ratio - (ratio if overlap else 0)).clamp(min=0),
     )
     values, scores = recent[:, :, :width], recent[:, :, width:]
     if overlap:
@@ -42,5 +49,5 @@ def compress(
         values = torch.cat([values[:, :ratio, :half], values[:, ratio:, half:]], dim=1)
         scores = torch.cat([scores[:, :ratio, :half], scores[:, ratio:, half:]], dim=1)
     scores = torch.where(valid[:, :, None], scores, -1e30)
-    candidate = (torch.softmax(scores, dim=1) * values).sum(dim=1)
-    return candidate, scatter_rows(raw, ring_targets(positions, slots, row_start, ring=ring), fresh)
+    completed = (torch.softmax(scores, dim=1) * values).sum(dim=1)
+    return completed, scatter_rows(raw, ring_targets(positions, slots, row_start, ring=ring), fresh)

@@ -6,9 +6,9 @@ from twostroke.plugins.compressor import reference
 from twostroke.plugins.op import Op
 
 
-def _shapes(kv, gate, ape, raw, positions, slots, row_start, ratio, overlap, ring):  # type: ignore[no-untyped-def]
+def _shapes(kv, gate, ape, raw, positions, slots, row_start, closing, ratio, overlap, ring):  # type: ignore[no-untyped-def]
     width = kv.shape[1] // 2 if overlap else kv.shape[1]
-    return kv.new_empty(kv.shape[0], width), raw.new_empty(raw.shape)
+    return kv.new_empty(closing.shape[0], width), raw.new_empty(raw.shape)
 
 
 COMPRESS = Op("compress", reference.compress, _shapes)

@@ -6,7 +6,7 @@ from twostroke.plugins.hyper_connection import reference
 from twostroke.plugins.op import Op
 
 
-def _pre_shapes(streams, fn, base, scale, iterations, eps, norm_eps):  # type: ignore[no-untyped-def]
+def _pre_shapes(streams, fn, base, scale, iterations, eps, norm_eps):
     n, m, d = streams.shape
     return streams.new_empty(n, d), streams.new_empty(n, m), streams.new_empty(n, m, m)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from twostroke.plugins.flat_step import take
+
 
 def markov_picks(
     base_logits: Tensor,
@@ -23,8 +25,10 @@ def markov_picks(
     previous = anchor
     tokens, logits, confidence = [], [], []
     for k in range(base_logits.shape[1]):
-        embedded = w1[previous]
-        biased = base_logits[:, k] + torch.nn.functional.linear(embedded, w2)
+        embedded = take(w1, previous)
+        # One row more than needed: matrix kernels round a lone row differently, and R may be 1.
+        bias = torch.nn.functional.linear(torch.cat([embedded, embedded[:1]]), w2)[:-1]
+        biased = base_logits[:, k] + bias
         feature = torch.cat([hidden[:, k], embedded], dim=1)
         confidence.append((feature * confidence_proj).sum(dim=1))
         previous = torch.argmax(biased * inverse_temperature[:, None] + noise[:, k], dim=1)

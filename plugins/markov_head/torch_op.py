@@ -8,7 +8,7 @@ from twostroke.plugins.markov_head import reference
 from twostroke.plugins.op import Op
 
 
-def _shapes(base_logits, *_):  # type: ignore[no-untyped-def]
+def _shapes(base_logits, *_):
     requests, gamma, _vocab = base_logits.shape
     return (
         base_logits.new_empty(requests, gamma, dtype=torch.int32),

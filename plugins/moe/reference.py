@@ -1,4 +1,4 @@
-"""Plain torch specification of routing and experts. Shapes: x [N, D], gate [E, D], w1 and w3 [E, F, D], w2 [E, D, F]."""
+"""Plain torch specification of moe. Shapes: x [N, D], gate [E, D], w1 and w3 [E, F, D], w2 [E, D, F]."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
 
-def moe_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float
-) -> Tensor:
+def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float) -> Tensor:
     """Weighted sum of the chosen experts, [N, D].
 
     This form computes every expert on every token and keeps the chosen ones: a verify step of a few requests hits most

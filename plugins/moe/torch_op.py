@@ -8,7 +8,7 @@ from twostroke.plugins.moe import reference
 from twostroke.plugins.op import Op
 
 
-def _routed(x, top_k):  # type: ignore[no-untyped-def]
+def _routed(x, top_k):
     return x.new_empty(x.shape[0], top_k, dtype=torch.int64), x.new_empty(x.shape[0], top_k, dtype=torch.float32)
 
 
@@ -18,7 +18,5 @@ MOE_ROUTE_HASH = Op(
     reference.moe_route_hash,
     lambda x, gate, token_ids, experts_of_token, scaling: _routed(x, experts_of_token.shape[1]),
 )
-MOE_EXPERTS = Op(
-    "moe_experts", reference.moe_experts, lambda x, ids, weights, w1, w2, w3, limit: x.new_empty(x.shape)
-)
+MOE_EXPERTS = Op("moe_experts", reference.moe_experts, lambda x, ids, weights, w1, w2, w3, limit: x.new_empty(x.shape))
 OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_EXPERTS)

@@ -29,9 +29,10 @@ def indexer_scores(index_q: Tensor, index_weight: Tensor, index_keys: Tensor) ->
     return (relevance * index_weight[:, :, None]).sum(dim=1)
 
 
-def _closed_row(positions: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """Which compressed row a token completes (i64 [N]) and whether it completes one (bool [N])."""
-    return positions // ratio, positions % ratio == ratio - 1
+def _completed(positions: Tensor, slots: Tensor, closing: Tensor, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot and number of the compressed row each closing token completes, and whether it is one at all; all [C]."""
+    closer = closing.clamp(min=0)
+    return slots[closer], positions[closer] // ratio, closing >= 0
 
 
 def nsa_window(
@@ -62,16 +63,17 @@ def nsa_hca(
     positions: Tensor,
     slots: Tensor,
     row_start: Tensor,
+    closing: Tensor,
     window: int,
     ring: int,
     ratio: int,
     capacity: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Window plus every visible HCA row. entry [N, D] is the row a closing token writes; hca_rows are linear, `capacity`
-    a slot. Returns out, the window ring, the HCA rows."""
-    closed, closes = _closed_row(positions, ratio)
-    target = torch.where(closes, slots * capacity + closed.clamp(max=capacity - 1), 0)
+    """Window plus every visible HCA row. entry [C, D] are the rows the tokens `closing` [C] complete; hca_rows are linear,
+    `capacity` a slot. Returns out, the window ring, the HCA rows."""
+    slot, row, real = _completed(positions, slots, closing, ratio)
+    target = torch.where(real, slot * capacity + row.clamp(max=capacity - 1), 0)
     hca_after = scatter_rows(hca_rows, target, entry)
     rows = torch.arange(capacity)[None, :]
     visible = rows < ((positions + 1) // ratio)[:, None]
@@ -97,6 +99,7 @@ def nsa_csa(
     positions: Tensor,
     slots: Tensor,
     row_start: Tensor,
+    closing: Tensor,
     page_table: Tensor,
     window: int,
     ring: int,
@@ -107,12 +110,12 @@ def nsa_csa(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Window plus the top-k compressed rows by indexer score.
 
-    index_q [N, HI, I], index_weight [N, HI], index_entry [N, I], entry [N, D]: the rows a closing token writes.
+    index_q [N, HI, I], index_weight [N, HI]; entry [C, D] and index_entry [C, I] are the rows the tokens `closing` [C]
+    complete (-1 fills up).
     Returns out [N, H, D], the window ring, the compressed rows, the indexer rows.
     """
-    closed, closes = _closed_row(positions, ratio)
-    target = page_rows(page_table, slots, closed, rows_per_page=rows_per_page)
-    target = torch.where(closes, target, 0)
+    slot, row, real = _completed(positions, slots, closing, ratio)
+    target = torch.where(real, page_rows(page_table, slot, row, rows_per_page=rows_per_page), 0)
     compressed_after = scatter_rows(compressed_rows, target, entry)
     index_after = scatter_rows(index_rows, target, index_entry)
 
@@ -148,8 +151,8 @@ def nsa_block(
 ) -> Tensor:
     """A draft block of G rows per request, q [R*G, H, D], kv [R*G, D], over its context and itself, both directions.
 
-    Context rows are those of positions max(0, P-window) .. P-1 with P = position [R], cut to valid_from[slot]; every row
-    of the block sees the same context and the whole block. Returns out [R*G, H, D]; nothing is written.
+    Context rows are those of positions max(0, P-window) .. P-1 with P = position [R], cut to valid_from[slot]; every
+    row of the block sees the same context and the whole block. Returns out [R*G, H, D]; nothing is written.
     """
     requests = position.shape[0]
     gamma = q.shape[0] // requests

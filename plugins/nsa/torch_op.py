@@ -19,11 +19,11 @@ NSA_WINDOW = Op(
 )
 
 
-def _hca(q, kv, entry, sink, window_rows, hca_rows, *_):  # type: ignore[no-untyped-def]
+def _hca(q, kv, entry, sink, window_rows, hca_rows, *_):
     return _like(q, window_rows, hca_rows)
 
 
-def _csa(q, kv, entry, iq, iw, ientry, sink, window_rows, compressed_rows, index_rows, *_):  # type: ignore[no-untyped-def]
+def _csa(q, kv, entry, iq, iw, ientry, sink, window_rows, compressed_rows, index_rows, *_):
     return _like(q, window_rows, compressed_rows, index_rows)
 
 
