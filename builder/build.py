@@ -67,6 +67,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         checkpoint.skip("mtp.")
     checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
     draft, target = DRAFTS[method](config), TARGETS["deepseek_v4"]
+    eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)
     specs = (network.step(), *draft.steps())
@@ -99,7 +100,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
                 max_draft_len=draft.block_size,
                 tokens_per_page=target.tokens_per_page,
                 vocab_size=config.vocab_size,
-                eos_token_ids=_eos_token_ids(checkpoint_folder, config.eos_token_ids),
+                eos_token_ids=eos_token_ids,
                 bos_token_id=config.bos_token_id,
             ),
             speculative=Speculative(method, draft.block_size, draft.taps_width),

@@ -7,6 +7,7 @@ a later call goes on from there.
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import sys
@@ -33,7 +34,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the finished model")
     parser.add_argument("--work", type=Path, help="folder for what the stages hand on (default: nothing is kept)")
-    parser.add_argument("--stdlib", type=Path, default=corpus.stdlib_root(), help="sources to learn from")
+    parser.add_argument("--stdlib", type=Path, default=corpus.stdlib_root(), help="Lib folder to learn from")
+    parser.add_argument("--sources-of", default=f"CPython {platform.python_version()}", help="what --stdlib is of")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2600, help="steps of the target")
@@ -50,7 +52,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--generation-batch", type=int, default=4096)
     parser.add_argument("--prompt-length", type=int, default=96)
     parser.add_argument("--generated", type=int, default=160, help="tokens of each such text")
-    parser.add_argument("--draft-steps", type=int, default=8000)
+    parser.add_argument("--draft-steps", type=int, default=9000)
     parser.add_argument("--draft-batch", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=24, help="drafted blocks per text and step")
     parser.add_argument("--draft-learning-rate", type=float, default=2e-3)
@@ -197,7 +199,9 @@ def main(argv: list[str] | None = None) -> None:
     stages.log(f"n-gram bits per byte {ngrams}")
     record = {
         "command": "python -m twostroke.builder.demo.train -o runtime/demo/v4-dspark",
-        "options": {k: v for k, v in vars(options).items() if k not in ("output", "work", "stdlib", "device")},
+        "options": {
+            k: v for k, v in vars(options).items() if k not in ("output", "work", "stdlib", "sources_of", "device")
+        },
         "bits_per_byte": {
             "target": after["bits_per_byte"],
             "target_before_loop_phase": before["bits_per_byte"],
@@ -212,6 +216,8 @@ def main(argv: list[str] | None = None) -> None:
             "training_bytes": sum(len(text.encode()) for text in texts),
             "held_out_bytes": sum(len(text.encode()) for text in held_texts),
             "training_tokens": len(stream.tokens),
+            "sources_of": options.sources_of,
+            "sha256": hashlib.sha256("".join(texts + held_texts).encode()).hexdigest(),
         },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "tokenizers": tokenizers_version},

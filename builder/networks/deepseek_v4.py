@@ -46,7 +46,8 @@ TOKENS_PER_PAGE = 256
 @dataclass(frozen=True)
 class Flat:
     """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` and `index_turn` by
-    the compressed layers' ones, `entry_turn[ratio, size]` at the first token of each window of `ratio` that the rows `closing[ratio]` complete."""
+    the compressed layers' ones, `entry_turn[ratio, size]` at the first token of each window of `ratio` that the rows
+    `closing[ratio]` complete."""
 
     token_ids: Tensor
     positions: Tensor
