@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+@contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Holds `place`, made if need be, against other test processes."""
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
     """A byte-level tokenizer with bos 0 and eos 1, every byte a token, the rest unused."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -47,9 +57,7 @@ def engine_directory(
     """The engine directory of a toy checkpoint; its checkpoint lies beside it as `checkpoint`."""
     key = json.dumps([sorted(config.items()), draft, seed, tokenizer, repr(sorted(overrides.items()))], default=repr)
     place = CACHE / hashlib.sha256((code_hash() + key).encode()).hexdigest()[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(place):
         if not (place / "engine" / "config.json").exists():
             write_checkpoint(place / "checkpoint", config, seed=seed, **overrides)
             if tokenizer:

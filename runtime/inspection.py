@@ -1,0 +1,155 @@
+"""An engine directory in words and numbers, from its manifest alone: nothing is loaded and no weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twostroke.engines.manifest import Manifest, StateTensor, Step, read_manifest, read_weights_index
+from twostroke.runtime.runtime_config import Limits
+
+# Parts of a draft that a checkpoint may lack or a loader may miss, by the word their weights carry.
+HEADS = ("markov_head", "confidence_head")
+
+
+def inspect_engine(folder: Path) -> dict[str, Any]:
+    """Everything `twostroke inspect` tells, ready to be written as JSON. EngineError if it is no engine directory."""
+    manifest = read_manifest(folder)
+    index = read_weights_index(folder)
+    config = manifest.pretrained_config
+    build = manifest.build_config
+    inside = sum(record.bytes for record in index.weights.values() if not Path(record.file).is_absolute())
+    total = sum(record.bytes for record in index.weights.values())
+    return {
+        "path": str(folder),
+        "schema": manifest.schema,
+        "twostroke_version": manifest.twostroke_version,
+        "model": {
+            "architecture": architecture(manifest),
+            "model_type": config.get("model_type"),
+            "layers": config.get("num_hidden_layers"),
+            "vocab_size": build.vocab_size,
+            "dtype": build.dtype,
+        },
+        "limits": {
+            "max_seq_len": build.max_seq_len,
+            "max_draft_len": build.max_draft_len,
+            "tokens_per_page": build.tokens_per_page,
+            "eos_token_ids": list(build.eos_token_ids),
+            "bos_token_id": build.bos_token_id,
+        },
+        "speculation": {
+            "method": manifest.speculative.method,
+            "draft_length": manifest.speculative.draft_len,
+            "taps_width": manifest.speculative.taps_width,
+            "heads": heads(manifest),
+        },
+        "steps": {name: _step(step) for name, step in manifest.steps.items()},
+        "state": _state(manifest.state, build.tokens_per_page),
+        "weights": {
+            "bindings": len(index.weights),
+            "bytes": total,
+            "bytes_in_directory": inside,
+            "bytes_in_checkpoint": total - inside,
+            "shards": sorted(index.shards),
+        },
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+    }
+
+
+def architecture(manifest: Manifest) -> str:
+    """The model class the checkpoint names."""
+    names = manifest.pretrained_config.get("architectures") or ["unnamed model"]
+    return str(names[0])
+
+
+def heads(manifest: Manifest) -> dict[str, bool]:
+    """Which heads of the draft have weights; empty for an engine without a draft."""
+    propose = manifest.steps.get("propose")
+    if propose is None:
+        return {}
+    weights = [binding.name for binding in propose.bindings if binding.role == "weight"]
+    return {head: any(head in name for name in weights) for head in HEADS}
+
+
+def startup_line(manifest: Manifest, limits: Limits) -> str:
+    """Model, draft method, depth and heads in one line."""
+    layers = manifest.pretrained_config.get("num_hidden_layers")
+    speculative = manifest.speculative
+    if speculative.method == "none":
+        draft = "no draft"
+    else:
+        loaded = ", ".join(f"{head} {'loaded' if there else 'missing'}" for head, there in heads(manifest).items())
+        depth = f", depth {limits.draft_length} of {speculative.draft_len}" if limits.draft_length else " switched off"
+        draft = f"draft {speculative.method}{depth}, {loaded}"
+    engines = ", ".join(sorted({step.engine for step in manifest.steps.values()}))
+    size = "" if layers is None else f", {layers} layers"
+    return (
+        f"{architecture(manifest)}{size}; {draft}; {engines}; up to {limits.max_batch_size} requests of "
+        f"{limits.max_seq_len} tokens"
+    )
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as lines for a person."""
+    model, limits, speculation = report["model"], report["limits"], report["speculation"]
+    state, weights = report["state"], report["weights"]
+    lines = [
+        f"{report['path']}: engine directory, schema {report['schema']}, built by twostroke "
+        f"{report['twostroke_version']}",
+        f"model        {model['architecture']}, {model['layers'] or 'unknown number of'} layers, "
+        f"vocabulary {model['vocab_size']}, {model['dtype']}",
+        f"limits       {limits['max_seq_len']} tokens a request, pages of {limits['tokens_per_page']} tokens, "
+        f"end of text {', '.join(map(str, limits['eos_token_ids'])) or 'none'}",
+        f"speculation  {speculation['method']}, {speculation['draft_length']} tokens drafted an iteration",
+    ]
+    lines += [f"             {head} {'loaded' if there else 'missing'}" for head, there in speculation["heads"].items()]
+    for name, step in report["steps"].items():
+        versions = ", ".join(f"{package} {version}" for package, version in step["versions"].items())
+        lines.append(
+            f"step         {name}: {step['engine']} ({step['stage']}, {step['device']}) {step['file']}; "
+            f"{step['inputs']} inputs, {step['states']} states ({step['in_place']} in place), "
+            f"{step['weights']} weights, {step['outputs']} outputs{f'; {versions}' if versions else ''}"
+        )
+    lines += [
+        f"state        {state['tensors']} tensors; {state['bytes_per_token']:.1f} bytes a token, "
+        f"{state['bytes_per_slot']} bytes a slot",
+        f"weights      {weights['bindings']} bindings, {weights['bytes']} bytes, "
+        f"{weights['bytes_in_directory']} of them in the directory",
+    ]
+    lines += [f"shard        {shard}" for shard in weights["shards"]]
+    lines += [f"file         {name}, {size} bytes" for name, size in report["files"].items()]
+    return "\n".join(lines)
+
+
+def _step(step: Step) -> dict[str, Any]:
+    roles = [binding.role for binding in step.bindings]
+    aliased = sum(binding.alias is not None for binding in step.bindings)
+    return {
+        "engine": step.engine,
+        "stage": step.stage,
+        "device": step.device,
+        "file": step.file,
+        "versions": step.versions,
+        "inputs": roles.count("input"),
+        "states": roles.count("state"),
+        "weights": roles.count("weight"),
+        "outputs": roles.count("output") - aliased,
+        "in_place": aliased,
+    }
+
+
+def _state(tensors: tuple[StateTensor, ...], tokens_per_page: int) -> dict[str, Any]:
+    paged = [tensor for tensor in tensors if tensor.addressing == "paged"]
+    fixed = [tensor for tensor in tensors if tensor.addressing != "paged"]
+    return {
+        "tensors": len(tensors),
+        "bytes_per_token": sum(_row_bytes(tensor) * tensor.rows for tensor in paged) / tokens_per_page,
+        "bytes_per_slot": sum(_row_bytes(tensor) * tensor.rows for tensor in fixed),
+    }
+
+
+def _row_bytes(tensor: StateTensor) -> int:
+    return tensor.width * np.dtype(tensor.dtype).itemsize

@@ -1,0 +1,97 @@
+"""Routing and experts against loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from twostroke.plugins.moe.reference import moe_experts, moe_route, moe_route_hash, swiglu
+from twostroke.tests.plugins.flat_inputs import normal
+
+N, D, F, E, K = 9, 6, 5, 7, 3
+
+
+def scores_by_hand(x: torch.Tensor, gate: torch.Tensor) -> np.ndarray:
+    logits = x.double().numpy() @ gate.double().numpy().T
+    return np.sqrt(np.log1p(np.exp(logits)))
+
+
+def test_the_bias_selects_and_never_weighs() -> None:
+    x, gate, bias = normal(0, N, D), normal(1, E, D), normal(2, E)
+    ids, weights = moe_route(x, gate, bias, K, 1.5)
+    scores = scores_by_hand(x, gate)
+    for n in range(N):
+        order = sorted(range(E), key=lambda e: (-(scores[n, e] + float(bias[e])), e))[:K]
+        assert ids[n].tolist() == order
+        share = scores[n, order] / scores[n, order].sum() * 1.5
+        np.testing.assert_allclose(weights[n], share, atol=1e-6)
+    unbiased, _ = moe_route(x, gate, torch.zeros(E), K, 1.5)
+    assert (unbiased != ids).any(), "the bias changed nothing here"
+
+
+def test_tied_experts_go_to_the_lowest_index() -> None:
+    """Experts 1, 4 and 5 share a gate row, and all scores tie for a zero input."""
+    gate = normal(1, E, D)
+    gate[4] = gate[5] = gate[1]
+    ids, _ = moe_route(torch.cat([torch.zeros(1, D), gate[1:2] * 3]), gate, torch.zeros(E), K, 1.0)
+    assert ids[0].tolist() == [0, 1, 2]
+    assert ids[1].tolist()[:3] == [1, 4, 5]
+
+
+def test_hash_routing_reads_the_experts_of_the_token_and_learns_their_weights() -> None:
+    x, gate = normal(3, N, D), normal(4, E, D)
+    table = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(i))[:K] for i in range(20)])
+    tokens = torch.tensor([0, 19, 3, 3, 7, 1, 0, 2, 11])
+    ids, weights = moe_route_hash(x, gate, tokens, table.int(), 2.5)
+    scores = scores_by_hand(x, gate)
+    for n, token in enumerate(tokens.tolist()):
+        assert ids[n].tolist() == table[token].tolist()
+        chosen = scores[n, table[token].numpy()]
+        np.testing.assert_allclose(weights[n], chosen / chosen.sum() * 2.5, atol=1e-6)
+
+
+def test_the_gate_is_clamped_above_only_and_before_the_activation() -> None:
+    gate, up = torch.tensor([-9.0, -1.0, 9.0, 1.0]), torch.tensor([-9.0, 9.0, 1.0, -1.0])
+    silu = lambda v: v / (1 + math.exp(-v))  # noqa: E731
+    expected = [silu(-9.0) * -2.0, silu(-1.0) * 2.0, silu(2.0) * 1.0, silu(1.0) * -1.0]
+    np.testing.assert_allclose(swiglu(gate, up, 2.0), expected, rtol=1e-6)
+
+
+@pytest.fixture
+def bank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return normal(5, E, F, D), normal(6, E, D, F), normal(7, E, F, D)
+
+
+def test_the_result_is_the_weighted_sum_of_the_chosen_experts(bank: tuple[torch.Tensor, ...]) -> None:
+    w1, w2, w3 = bank
+    x = normal(8, N, D)
+    ids, weights = moe_route(x, normal(1, E, D), normal(2, E), K, 1.5)
+    found = moe_experts(x, ids, weights, w1, w2, w3, 2.0)
+    for n in range(N):
+        expected = torch.zeros(D)
+        for e, share in zip(ids[n].tolist(), weights[n], strict=True):
+            gate, up = (w1[e] @ x[n]).clamp(max=2.0), (w3[e] @ x[n]).clamp(-2.0, 2.0)
+            expected += share * (w2[e] @ (gate * torch.sigmoid(gate) * up))
+        torch.testing.assert_close(found[n], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_nobody_chose_cannot_spoil_the_result(bank: tuple[torch.Tensor, ...]) -> None:
+    """Results are dropped by selection: an infinite or NaN row of another expert stays outside."""
+    w1, w2, w3 = bank
+    w2[0] = torch.nan
+    x = normal(8, 2, D)
+    found = moe_experts(x, torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2), w1, w2, w3, 2.0)
+    assert torch.isfinite(found).all()
+
+
+def test_a_row_does_not_depend_on_how_others_were_routed(bank: tuple[torch.Tensor, ...]) -> None:
+    w1, w2, w3 = bank
+    x = normal(8, N, D)
+    ids, weights = moe_route(x, normal(1, E, D), normal(2, E), K, 1.5)
+    whole = moe_experts(x, ids, weights, w1, w2, w3, 2.0)
+    other = ids.clone()
+    other[1:] = torch.tensor([4, 5, 6])
+    torch.testing.assert_close(moe_experts(x, other, weights, w1, w2, w3, 2.0)[0], whole[0], rtol=0, atol=0)

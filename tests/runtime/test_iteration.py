@@ -1,0 +1,179 @@
+"""The iteration as a captured object: prepared shapes, static buffers, nothing allocated while it runs."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from twostroke.engines.loading import LoadedEngine
+from twostroke.runtime.request import Request
+from twostroke.runtime.runtime_config import RuntimeConfig
+from twostroke.runtime.scheduler import Scheduler
+from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
+from twostroke.tests.runtime.guarded import guarded
+from twostroke.tests.runtime.serving import Answer, Oracle, greedy, serve
+
+RANDOM = np.random.default_rng(5)
+PROMPTS = [RANDOM.integers(2, 319, size=length).tolist() for length in (9, 17, 3, 30)]
+LARGEST = np.iinfo(np.int32).max
+
+
+@pytest.fixture(scope="module")
+def oracle(f4_engine: LoadedEngine) -> Oracle:
+    return Oracle(guarded(f4_engine))
+
+
+def decoding(loaded: LoadedEngine, config: RuntimeConfig, prompts: list[list[int]]) -> tuple[Scheduler, list[int]]:
+    """A scheduler whose requests have all been prefilled, and their slots."""
+    scheduler = Scheduler(loaded, config)
+    for i, prompt in enumerate(prompts):
+        scheduler.submit(Request(str(i), prompt, greedy(80)))
+    scheduler.step()
+    slots = [scheduler.slot_of(str(i)) for i in range(len(prompts))]
+    return scheduler, [slot for slot in slots if slot is not None]
+
+
+@pytest.mark.parametrize("draft_length", [0, 5])
+def test_an_iteration_allocates_nothing_after_its_first_run(f4_engine: LoadedEngine, draft_length: int) -> None:
+    config = RuntimeConfig(max_batch_size=4, max_num_tokens=64, draft_length=draft_length)
+    scheduler, slots = decoding(f4_engine, config, PROMPTS)
+    iteration = scheduler._iteration
+
+    start = scheduler.slots.position.copy()
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            np.copyto(scheduler.slots.position, start)  # the same iteration over and over, never done
+            iteration.launch(slots, 128)
+            iteration.collect()
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        run(100)  # as many as fill the interpreter's own free lists
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        run(20)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert not scheduler.slots.done[slots].any()
+    assert after - before < 256  # counters that outgrow the interpreter's small integers
+    assert peak - before < 4096
+
+
+@pytest.mark.parametrize("draft_length", [0, 5])
+def test_static_inputs_carry_nothing_over_from_a_larger_batch(oracle: Oracle, draft_length: int) -> None:
+    config = RuntimeConfig(max_batch_size=4, draft_length=draft_length)
+    scheduler = Scheduler(oracle.loaded, config, poison=True)
+
+    def poison(scheduler: Scheduler, answers: dict[str, Answer]) -> None:
+        iteration, prefill = scheduler._iteration, scheduler._prefill
+        for step in (iteration._step, prefill._step):
+            for array in (step.token_ids, step.positions, step.slots, step.request_slot, step.next_ids):
+                array.fill(LARGEST)
+            step.taps.fill(np.nan)
+            step.logits.fill(np.nan)
+        block = iteration._block
+        for array in (block.anchor, block.position, block.slot, block.tokens):
+            array.fill(LARGEST)
+        for array in (block.inverse_temperature, block.logits, block.confidence):
+            array.fill(np.nan)
+
+    requests = [Request(str(i), prompt, greedy(4 + 9 * i)) for i, prompt in enumerate(PROMPTS)]
+    answers = serve(scheduler, requests, after_step=poison)
+    for request in requests:
+        assert answers[request.id].tokens == oracle.answer(request.prompt_ids, request.params)
+    rows = draft_length + 1
+    assert {f"1x{rows}", f"2x{rows}", f"4x{rows}"} <= scheduler.counters.replays.keys()
+
+
+def test_a_done_slot_is_carried_along_as_scratch(f4_engine: LoadedEngine) -> None:
+    scheduler, slots = decoding(guarded(f4_engine), RuntimeConfig(max_batch_size=4), PROMPTS)
+    scheduler.slots.done[slots[1]] = True
+    before = {name: array.copy() for name, array in scheduler.state.arrays.items()}
+    position, anchor = scheduler.slots.position.copy(), scheduler.slots.anchor.copy()
+    scheduler._iteration.launch(slots, 128)
+    results = scheduler._iteration.collect()
+    assert results.count[:4].astype(bool).tolist() == [True, False, True, True]
+    assert scheduler.slots.position[slots[1]] == position[slots[1]]
+    assert scheduler.slots.anchor[slots[1]] == anchor[slots[1]]
+    for tensor in scheduler.state.tensors:
+        if tensor.addressing != "paged":
+            own = slice(slots[1] * tensor.rows, (slots[1] + 1) * tensor.rows)
+            np.testing.assert_array_equal(scheduler.state.arrays[tensor.name][own], before[tensor.name][own])
+
+
+class DoubtfulDraft(DSpark):
+    """The real draft, sure of its first and third token only."""
+
+    def bind_propose(self, block: DraftBlock) -> Enqueue:
+        real = super().bind_propose(block)
+
+        def propose() -> None:
+            real()
+            block.confidence[:] = [0.9, 0.2, 0.9, 0.2, 0.2]
+
+        return propose
+
+
+@pytest.mark.parametrize(("threshold", "verified"), [(0.0, 5), (0.1, 5), (0.5, 1), (0.9001, 0), (1.0, 0)])
+def test_the_first_doubtful_draft_ends_what_is_verified(
+    f4_engine: LoadedEngine, threshold: float, verified: int
+) -> None:
+    config = RuntimeConfig(max_batch_size=1, confidence_threshold=threshold)
+    scheduler = Scheduler(guarded(f4_engine), config, draft=DoubtfulDraft)
+    scheduler.submit(Request("a", PROMPTS[0], greedy(80)))
+    scheduler.step()
+    assert scheduler.counters.acceptance.drafted == verified
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_no_iteration_is_launched_that_could_not_bring_a_token(f4_engine: LoadedEngine, lag: int) -> None:
+    scheduler = Scheduler(f4_engine, RuntimeConfig(max_batch_size=1, draft_length=0, lag=lag))
+    serve(scheduler, [Request("a", PROMPTS[0], greedy(9))])
+    assert scheduler.counters.replays == {"1x1": 8}
+
+
+def test_a_page_tier_is_crossed_without_a_trace_and_counted(f4_long_engine: LoadedEngine) -> None:
+    oracle = Oracle(guarded(f4_long_engine))
+    stream = np.random.default_rng(2).integers(2, 319, size=540).tolist()
+    for length in (248, 505):  # tiers 1 to 2 at 256 tokens, 2 to 4 at 512
+        prompt = stream[:length]
+        expected = oracle.answer(prompt, greedy(24))
+        scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=2), poison=True)
+        answers = serve(scheduler, [Request("a", prompt, greedy(24))])
+        assert answers["a"].tokens == expected
+        assert scheduler.counters.tier_changes == 1
+        # Beside a long request a short one reads a wider table, to no effect.
+        scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=2), poison=True)
+        answers = serve(scheduler, [Request("a", prompt, greedy(24)), Request("b", stream[:9], greedy(24))])
+        assert answers["a"].tokens == expected
+        assert answers["b"].tokens == oracle.answer(stream[:9], greedy(24))
+
+
+def test_every_replay_and_padding_row_is_counted(f4_engine: LoadedEngine) -> None:
+    scheduler = Scheduler(f4_engine, RuntimeConfig(max_batch_size=4, cuda_graph_batch_sizes=(4,), draft_length=2))
+    serve(scheduler, [Request("a", PROMPTS[0], greedy(2))])
+    # One iteration for the second token: of 4 x 3 rows only the anchor's counts, no draft is wanted behind it.
+    assert scheduler.counters.replays == {"4x3": 1}
+    assert scheduler.counters.padding_rows == 11
+    assert scheduler.counters.bound == 2  # one prefill shape, one iteration shape
+
+
+def test_iterations_that_nobody_collects_are_refused(f4_engine: LoadedEngine) -> None:
+    scheduler, slots = decoding(f4_engine, RuntimeConfig(max_batch_size=4), PROMPTS)
+    iteration = scheduler._iteration
+    for _ in range(2):
+        iteration.launch(slots, 128)
+    with pytest.raises(ValueError, match="none was collected"):
+        iteration.launch(slots, 128)
+    iteration.collect()
+    iteration.collect()
+    with pytest.raises(ValueError, match="no iteration is in flight"):
+        iteration.collect()

@@ -1,0 +1,166 @@
+"""Rejection needs no undo: after any mix of kept and refused drafts, what a request holds is what it would hold had it
+only ever seen its committed tokens, one at a time, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from twostroke.engines.base import Engine
+from twostroke.engines.loading import LoadedEngine
+from twostroke.runtime.request import Request
+from twostroke.runtime.runtime_config import RuntimeConfig
+from twostroke.runtime.scheduler import Scheduler
+from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
+from twostroke.runtime.state import State
+from twostroke.tests.runtime.guarded import guarded
+from twostroke.tests.runtime.serving import Answer, Oracle, assert_same_rows, forced_scheduler, greedy, serve
+
+BLOCK = 5
+STREAM = np.random.default_rng(7).integers(2, 319, size=64).tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle(f4_engine: LoadedEngine) -> Oracle:
+    return Oracle(guarded(f4_engine))
+
+
+def assert_state_of_committed_tokens(
+    scheduler: Scheduler, oracle: Oracle, sequences: dict[str, list[int]], answers: dict[str, Answer]
+) -> None:
+    """Every running request's live rows are those of its committed tokens; its anchor is its last token."""
+    for name, sequence in sequences.items():
+        slot = scheduler.slot_of(name)
+        if slot is None or not answers[name].tokens:
+            continue
+        position = int(scheduler.slots.position[slot])
+        assert scheduler.slots.anchor[slot] == sequence[position]
+        found = scheduler.state.live_rows(slot, position, scheduler.page_table.full)
+        assert_same_rows(found, oracle.states(sequence)[position])
+
+
+def run_forced(
+    oracle: Oracle,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    config: RuntimeConfig,
+    wrong_at: Sequence[int],
+) -> Scheduler:
+    """Serves the prompts with drafts that go wrong as `wrong_at` says, in turn, checking state after every step."""
+    params = greedy(max_tokens)
+    sequences = {str(i): prompt + oracle.answer(prompt, params) for i, prompt in enumerate(prompts)}
+    scheduler = forced_scheduler(oracle.loaded, config, sequences, lambda turn: wrong_at[turn % len(wrong_at)])
+    answers = serve(
+        scheduler,
+        [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)],
+        after_step=lambda scheduler, answers: assert_state_of_committed_tokens(scheduler, oracle, sequences, answers),
+    )
+    for i, prompt in enumerate(prompts):
+        assert answers[str(i)].tokens == sequences[str(i)][len(prompt) :]
+    return scheduler
+
+
+@pytest.mark.parametrize(("depth", "wrong_at"), [(depth, j) for depth in range(1, 6) for j in range(depth + 1)])
+def test_rejected_block_leaves_state_as_if_never_drafted(oracle: Oracle, depth: int, wrong_at: int) -> None:
+    prompts = [STREAM[:length] for length in range(8, 24)]  # every phase of the ratio-4 and ratio-8 pools
+    config = RuntimeConfig(max_batch_size=16, max_num_tokens=256, draft_length=depth)
+    scheduler = run_forced(oracle, prompts, 24, config, [wrong_at])
+    acceptance = scheduler.counters.acceptance
+    assert acceptance.accepted_at == [count if k < wrong_at else 0 for k, count in enumerate(acceptance.drafted_at)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pattern=st.lists(st.integers(0, BLOCK), min_size=1, max_size=12),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    chunk=st.sampled_from([1, 3, 7, 8, 64]),
+    batch=st.integers(1, 3),
+    depth=st.integers(1, BLOCK),
+)
+def test_any_mix_of_accepts_chunks_and_reused_slots_leaves_the_state_of_the_committed_tokens(
+    oracle: Oracle, pattern: list[int], lengths: list[int], chunk: int, batch: int, depth: int
+) -> None:
+    config = RuntimeConfig(max_batch_size=batch, max_num_tokens=chunk, draft_length=depth)
+    run_forced(oracle, [STREAM[:length] for length in lengths], 20, config, pattern)
+
+
+class RecordedDraft(DSpark):
+    """The real draft, with its first block of tokens and confidences kept."""
+
+    first: tuple[np.ndarray, np.ndarray] | None = None
+
+    def bind_propose(self, block: DraftBlock) -> Enqueue:
+        real = super().bind_propose(block)
+
+        def propose() -> None:
+            real()
+            if self.first is None:
+                self.first = block.tokens[0].copy(), block.confidence[0].copy()
+
+        return propose
+
+
+@pytest.mark.parametrize("chunk", [8, 7, 5, 1])
+def test_chunked_prefill_leaves_the_state_and_the_first_block_of_a_whole_one(oracle: Oracle, chunk: int) -> None:
+    def prefilled(budget: int) -> tuple[Scheduler, RecordedDraft]:
+        drafts: list[RecordedDraft] = []
+
+        def make(engines: Mapping[str, Engine], state: State, draft_length: int) -> RecordedDraft:
+            drafts.append(RecordedDraft(engines, state, draft_length))
+            return drafts[0]
+
+        config = RuntimeConfig(max_batch_size=1, max_num_tokens=budget)
+        scheduler = Scheduler(oracle.loaded, config, draft=make, poison=True)
+        scheduler.submit(Request("a", STREAM[:21], greedy(20)))
+        while drafts[0].first is None:
+            scheduler.step()
+        return scheduler, drafts[0]
+
+    (whole, whole_draft), (chunked, chunked_draft) = prefilled(21), prefilled(chunk)
+    assert whole_draft.first is not None
+    assert chunked_draft.first is not None
+    np.testing.assert_array_equal(chunked_draft.first[0], whole_draft.first[0])
+    np.testing.assert_array_equal(chunked_draft.first[1], whole_draft.first[1])
+    slot = whole.slot_of("a")
+    assert slot == chunked.slot_of("a") == 1
+    position = int(whole.slots.position[slot])
+    assert position == chunked.slots.position[slot]
+    assert_same_rows(
+        chunked.state.live_rows(slot, position, chunked.page_table.full),
+        whole.state.live_rows(slot, position, whole.page_table.full),
+    )
+
+
+def test_the_first_tokens_of_a_block_do_not_depend_on_the_draft_length(oracle: Oracle) -> None:
+    firsts = []
+    for depth in range(1, BLOCK + 1):
+        drafts: list[RecordedDraft] = []
+
+        def make(
+            engines: Mapping[str, Engine], state: State, draft_length: int, drafts: list[RecordedDraft] = drafts
+        ) -> RecordedDraft:
+            drafts.append(RecordedDraft(engines, state, draft_length))
+            return drafts[0]
+
+        scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=1, draft_length=depth), draft=make)
+        serve(scheduler, [Request("a", STREAM[:21], greedy(3))])
+        assert drafts[0].first is not None
+        firsts.append(drafts[0].first[0].tolist())
+    assert all(first == firsts[0] for first in firsts)
+
+
+def test_a_reused_slot_shows_nothing_of_who_had_it_before(oracle: Oracle) -> None:
+    config = RuntimeConfig(max_batch_size=1)
+    run_forced(oracle, [STREAM[:40], STREAM[5:6], STREAM[3:12]], 30, config, [2, 5, 0])
+
+
+def test_a_one_token_prompt_has_one_row_of_draft_context(oracle: Oracle) -> None:
+    for depth in range(1, 6):
+        run_forced(oracle, [[7], [0]], 12, RuntimeConfig(max_batch_size=2, draft_length=depth), [depth, 0])
+    context = {name: rows for name, rows in oracle.states([7, 8])[1].items() if name.endswith(".context")}
+    assert context
+    assert all(rows.shape[0] == 1 for rows in context.values())

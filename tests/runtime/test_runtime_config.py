@@ -1,0 +1,92 @@
+"""Choices of the operator: what is refused, and what the rest comes to on an engine."""
+
+import pytest
+
+from twostroke.engines.errors import ConfigError
+from twostroke.engines.manifest import BuildConfig, Manifest, Speculative
+from twostroke.runtime.buckets import choose_bucket, default_buckets, iteration_shape, prefill_buckets, prefill_shape
+from twostroke.runtime.runtime_config import RuntimeConfig
+
+
+def manifest(draft_len: int = 5, max_seq_len: int = 128) -> Manifest:
+    return Manifest(
+        schema=1,
+        twostroke_version="0",
+        pretrained_config={},
+        build_config=BuildConfig(max_seq_len, draft_len, 4, 320, (1,), 0),
+        speculative=Speculative("dspark", draft_len, 192),
+        steps={},
+        state=(),
+        files={},
+    )
+
+
+@pytest.mark.parametrize("depth", [6, 7, 10])
+def test_draft_length_above_the_block_is_refused_with_both_numbers(depth: int) -> None:
+    with pytest.raises(ConfigError, match=rf"draft_length is {depth}, .*blocks of 5 tokens"):
+        RuntimeConfig(draft_length=depth).limits(manifest())
+
+
+@pytest.mark.parametrize("depth", [None, 0, 3, 5])
+def test_draft_length_up_to_the_block_is_taken(depth: int | None) -> None:
+    assert RuntimeConfig(draft_length=depth).limits(manifest()).draft_length == (5 if depth is None else depth)
+
+
+def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_seq_len is 129, .*built for 128"):
+        RuntimeConfig(max_seq_len=129).limits(manifest())
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_num_tokens": 0}, "max_num_tokens"),
+        ({"max_num_tokens": 2.5}, "max_num_tokens"),
+        ({"draft_length": -1}, "draft_length"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold"),
+        ({"confidence_threshold": float("nan")}, "confidence_threshold"),
+        ({"kv_pages": 0}, "kv_pages"),
+        ({"max_seq_len": 1}, "max_seq_len"),
+        ({"lag": -1}, "lag"),
+        ({"threads": True}, "threads"),
+        ({"cuda_graph_batch_sizes": (1, 9)}, "cuda_graph_batch_sizes"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(options: dict, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        RuntimeConfig(**options)
+
+
+@pytest.mark.parametrize("requests", range(1, 17))
+@pytest.mark.parametrize("sizes", [None, (1,), (1, 2)])
+def test_the_widest_batch_always_has_a_bucket(requests: int, sizes: tuple[int, ...] | None) -> None:
+    sizes = None if sizes is None else tuple(size for size in sizes if size <= requests)
+    buckets = RuntimeConfig(max_batch_size=requests, cuda_graph_batch_sizes=sizes).buckets
+    assert buckets[-1] == requests
+    assert all(choose_bucket(buckets, running) >= running for running in range(1, requests + 1))
+
+
+def test_default_buckets_double_to_eight_and_then_step_by_eight() -> None:
+    assert default_buckets(36) == (1, 2, 4, 8, 16, 24, 32, 36)
+    assert default_buckets(3) == (1, 2, 3)
+
+
+def test_layouts_of_equal_token_count_are_different_shapes() -> None:
+    shapes = {iteration_shape(requests, rows) for requests, rows in ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6))}
+    assert len(shapes) == 5
+    assert {shape.tokens for shape in shapes} == {12}
+
+
+def test_no_step_has_a_single_row() -> None:
+    shape = iteration_shape(1, 1)
+    assert (shape.requests, shape.tokens, shape.logit_rows) == (1, 2, 2)
+    shape = prefill_shape((1, 2), prefill_buckets(32), 1, 1)
+    assert (shape.requests, shape.tokens, shape.logit_rows) == (1, 2, 2)
+
+
+def test_a_prefill_step_beyond_the_token_budget_is_refused_by_name() -> None:
+    buckets = prefill_buckets(32)
+    assert prefill_shape((1,), buckets, 1, 32).tokens == 32
+    with pytest.raises(ValueError, match=r"33 tokens in one prefill step, expected at most max_num_tokens = 32"):
+        prefill_shape((1,), buckets, 1, 33)
