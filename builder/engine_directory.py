@@ -1,13 +1,14 @@
 """Writing an engine directory so that it is either whole or not there.
 
 Everything goes into a hidden folder beside the destination; the manifest is written last, the folder is flushed to
-disk and renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder, which
-does not load and which the next build to the same place removes.
+disk and renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder: without a
+manifest it does not load, with one it is whole. The next build to the same place removes it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,8 +32,17 @@ def staging(destination: Path, replace: bool) -> Iterator[Path]:
             raise BuildError(f"{destination} already exists and is not empty: {advice}")
     folder = destination.parent / f".{destination.name}.building"
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise BuildError(f"{destination} could not be written: {error.strerror or error} ({error.filename})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BuildError(f"another build to {destination} is running; wait for it, or choose another -o") from None
+    try:
+        _empty(folder)
         yield folder
         _flush(folder)
         if destination.exists():
@@ -54,6 +64,17 @@ def staging(destination: Path, replace: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    """Removes what a build that was killed left behind."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def file_records(folder: Path) -> dict[str, FileRecord]:

@@ -18,10 +18,12 @@ def request_of(rows: Tensor, row_start: Tensor) -> Tensor:
 
 
 def closing_rows(positions: Tensor, slots: Tensor, row_start: Tensor, *, ratio: int) -> Tensor:
-    """The rows that complete a window of `ratio` tokens, in order, then -1: i64 [C] with C = N // ratio + R, the most
-    there can be. Scratch rows complete nothing."""
+    """The rows that complete a window of `ratio` tokens, in order, then -1: i64 [C]. Scratch rows complete nothing.
+
+    There can be N // ratio + R of them; C is one more, because engines sum a lone row in another order than several.
+    """
     tokens = positions.shape[0]
-    most = tokens // ratio + row_start.shape[0] - 1
+    most = tokens // ratio + row_start.shape[0]
     closes = (positions % ratio == ratio - 1) & (slots != 0)
     rank = torch.cumsum(closes.to(torch.int64), dim=0) - 1
     wanted = torch.arange(most)[:, None]

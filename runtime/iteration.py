@@ -195,7 +195,7 @@ class Iteration:
         block = frame.block
         self._acceptor.draft_noise(
             self._slot[:requests],
-            self._position[:requests]*0,
+            self._position[:requests],
             self._sampling,
             block.noise[:requests],
             block.inverse_temperature[:requests],

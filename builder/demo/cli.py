@@ -1,4 +1,4 @@
-"""What `twostroke demo` needs before anything runs: the model's folder, a built engine, prompts and text held out of training.
+"""What `twostroke demo` needs before it runs: the model's folder, a built engine, prompts, text held out of training.
 
 Declaring the options needs neither torch nor onnx.
 """
@@ -63,19 +63,18 @@ def prepare(args: argparse.Namespace) -> Prepared:
     for name in ("count", "max_tokens", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
-    prompts = _prompts_of(args.prompts) if args.prompts is not None else None
+    own = _prompts_of(args.prompts) if args.prompts is not None else None
     engine = _engine(checkpoint, args)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     _, held = corpus.split(corpus.stdlib_root())
     rows, scored = scored_rows(held, tokenizer)
-    if prompts is None:
-        prompts = [list(prompt.token_ids) for prompt in corpus.prompts(held, tokenizer, args.count)]
-    return Prepared(engine, prompts, rows, scored, _recorded(checkpoint))
+    held_out = [list(prompt.token_ids) for prompt in corpus.prompts(held, tokenizer, args.count)] if own is None else []
+    return Prepared(engine, own or held_out, rows, scored, _recorded(checkpoint))
 
 
 def scored_rows(held: dict[str, str], tokenizer: object, window: int = 512) -> tuple[list[tuple[list[int], int]], int]:
     """Rows of at most `window` + 1 tokens over whole held-out modules, at least SCORED_BYTES of them, in an order that
-    follows from the modules' names. Windows move by half, so every token is scored once with half a window before it."""
+    follows from the modules' names. Windows move by half: every token is scored once, with half a window before it."""
     rows: list[tuple[list[int], int]] = []
     scored = 0
     for name in sorted(held, key=lambda name: hashlib.sha256(name.encode()).digest()):

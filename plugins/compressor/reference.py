@@ -23,9 +23,9 @@ def compress(
 ) -> tuple[Tensor, Tensor]:
     """Returns the rows [C, D] of the windows this step completes and the raw ring with this step's rows.
 
-    `closing` i64 [C] names the token rows that complete a window, -1 fills up (its result is of no meaning). A ring holds
-    T + 2*ratio - 2 rows (CSA) or T + ratio - 2 (HCA): enough for all that the open window and, with overlap, the one
-    before it still need.
+    `closing` i64 [C] names the token rows that complete a window, -1 fills up (its result is of no meaning). A ring
+    holds T + 2*ratio - 2 rows (CSA) or T + ratio - 2 (HCA): enough for all that the open window and, with overlap, the
+    one before it still need.
     """
     fresh = torch.cat([kv, gate + take(ape, positions % ratio)], dim=1)
     width = kv.shape[1]

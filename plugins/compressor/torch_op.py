@@ -6,7 +6,7 @@ from twostroke.plugins.compressor import reference
 from twostroke.plugins.op import Op
 
 
-def _shapes(kv, gate, ape, raw, positions, slots, row_start, closing, ratio, overlap, ring):  # type: ignore[no-untyped-def]
+def _shapes(kv, gate, ape, raw, positions, slots, row_start, closing, ratio, overlap, ring):
     width = kv.shape[1] // 2 if overlap else kv.shape[1]
     return kv.new_empty(closing.shape[0], width), raw.new_empty(raw.shape)
 

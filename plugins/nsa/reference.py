@@ -70,8 +70,8 @@ def nsa_hca(
     capacity: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Window plus every visible HCA row. entry [C, D] are the rows the tokens `closing` [C] complete; hca_rows are linear,
-    `capacity` a slot. Returns out, the window ring, the HCA rows."""
+    """Window plus every visible HCA row. entry [C, D] are the rows the tokens `closing` [C] complete; hca_rows are
+    linear, `capacity` a slot. Returns out, the window ring, the HCA rows."""
     slot, row, real = _completed(positions, slots, closing, ratio)
     target = torch.where(real, slot * capacity + row.clamp(max=capacity - 1), 0)
     hca_after = scatter_rows(hca_rows, target, entry)

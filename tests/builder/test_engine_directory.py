@@ -279,3 +279,11 @@ def test_progress_names_every_stage_and_ends_complete(built: Built) -> None:
     assert [what for what, *_ in built.progress[:2]] == ["exporting target", "exporting"]
     weights = [(done, total) for what, done, total in built.progress if what == "writing weights"]
     assert weights == [(i + 1, len(weights)) for i in range(len(weights))]
+
+
+def test_a_second_build_to_the_same_place_is_refused_while_the_first_runs(tmp_path: Path) -> None:
+    with staging(tmp_path / "engine", replace=False) as folder:
+        (folder / "half").write_text("written")
+        with pytest.raises(BuildError, match="another build"), staging(tmp_path / "engine", replace=False):
+            pass
+        assert (folder / "half").exists()

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
+from twostroke.plugins.accept import Purpose, gumbel_rows
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
+from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
 from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
+from twostroke.runtime.state import State
 from twostroke.tests.runtime.guarded import guarded
 from twostroke.tests.runtime.serving import Answer, Oracle, greedy, serve
 
@@ -131,6 +138,57 @@ def test_the_first_doubtful_draft_ends_what_is_verified(
     scheduler.submit(Request("a", PROMPTS[0], greedy(80)))
     scheduler.step()
     assert scheduler.counters.acceptance.drafted == verified
+
+
+class NoiseWatch(DSpark):
+    """The real draft; `seen` keeps what each proposal was given, by slot and position."""
+
+    def __init__(self, engines: Mapping[str, Engine], state: State, draft_length: int) -> None:
+        super().__init__(engines, state, draft_length)
+        self.seen: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
+
+    def bind_propose(self, block: DraftBlock) -> Enqueue:
+        real = super().bind_propose(block)
+
+        def propose() -> None:
+            for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
+                self.seen[slot, position] = block.noise[row].copy(), float(block.inverse_temperature[row])
+            real()
+
+        return propose
+
+
+def test_a_proposal_is_drawn_with_the_noise_of_its_request_and_position(f4_engine: LoadedEngine) -> None:
+    watches: list[NoiseWatch] = []
+
+    def make(engines: Mapping[str, Engine], state: State, draft_length: int) -> NoiseWatch:
+        watches.append(NoiseWatch(engines, state, draft_length))
+        return watches[0]
+
+    def sampled(seed: int, coupling: Literal["rejection", "gumbel"]) -> SamplingParams:
+        return SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=seed, coupling=coupling)
+
+    scheduler = Scheduler(guarded(f4_engine), RuntimeConfig(max_batch_size=3), draft=make)
+    params = {"greedy": greedy(30), "rejection": sampled(3, "rejection"), "gumbel": sampled(2**40 + 5, "gumbel")}
+    for name, prompt in zip(params, PROMPTS, strict=False):
+        scheduler.submit(Request(name, prompt, params[name]))
+    scheduler.step()
+    slots = {scheduler.slot_of(name): name for name in params}
+    while scheduler.has_work:
+        scheduler.step()
+    k = np.arange(1, 6)
+    rounds = Counter(slots[slot] for slot, _ in watches[0].seen if slot)
+    assert all(rounds[name] >= 5 for name in params)
+    for (slot, position), (noise, inverse_temperature) in watches[0].seen.items():
+        expected = np.zeros_like(noise)
+        name = slots.get(slot, "greedy")
+        if name == "rejection":
+            gumbel_rows(3, position, k, Purpose.DRAFT, expected)
+        elif name == "gumbel":
+            gumbel_rows(2**40 + 5, position + k, 0, Purpose.COUPLED, expected)
+        if slot:
+            np.testing.assert_array_equal(noise, expected)
+            assert inverse_temperature == (1.0 if name == "greedy" else np.float32(1 / 0.8))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
