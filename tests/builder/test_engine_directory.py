@@ -19,6 +19,7 @@ import pytest
 
 from twostroke.builder import build as build_module
 from twostroke.builder.build import BuildOptions, build
+from twostroke.builder.engine_directory import staging
 from twostroke.engines.errors import BuildError, EngineError
 from twostroke.engines.loading import load_engine_directory
 from twostroke.engines.manifest import Manifest, read_manifest
@@ -67,6 +68,7 @@ import os, signal, sys
 from pathlib import Path
 from twostroke.builder import build as module
 from twostroke.builder.build import BuildOptions, build
+from twostroke.builder.engine_directory import staging
 
 checkpoint, folder, replaced = map(Path, sys.argv[1:])
 build(checkpoint, folder / "whole" / "engine", BuildOptions())
