@@ -40,7 +40,7 @@ class LoadedEngine:
 
 
 def load_engine_directory(
-    folder: Path | str, threads: int = 1, progress: Callable[[str], None] = lambda step: None
+    folder: Path | str, threads: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> LoadedEngine:
     """Verifies `folder`, maps its weights, loads every step. EngineError names the one reason it must not load."""
     folder = Path(folder)
@@ -55,9 +55,10 @@ def load_engine_directory(
             )
     weights = map_weights(folder, index)
     engines = {}
-    for name, step in manifest.steps.items():
-        progress(name)
+    for done, (name, step) in enumerate(manifest.steps.items()):
+        progress(done, len(manifest.steps))
         engines[name] = COMPILERS[step.engine]().load(folder, step, weights, threads)
+    progress(len(manifest.steps), len(manifest.steps))
     return LoadedEngine(folder, manifest, engines)
 
 

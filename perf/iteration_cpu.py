@@ -2,10 +2,10 @@
 
     python perf/iteration_cpu.py            writes perf/results/iteration_cpu-<device>.{json,md}
 
-Model `toy-cpu`, random weights: the work of an iteration does not depend on what is accepted. Both arms decode the same prompts;
-their steps alternate, and the plain arm is also timed against itself to show the noise. The ratio is the mean accepted length
-at which speculation breaks even on this machine. Gates: no memory kept and no array made by our code in an iteration after
-warm-up, ids equal in both arms.
+Model `toy-cpu`, random weights: the work of an iteration does not depend on what is accepted. Both arms decode the same
+prompts; their steps alternate, and the plain arm is also timed against itself to show the noise. The ratio is the mean
+accepted length at which speculation breaks even on this machine. Gates: no memory kept and no array made by our code in
+an iteration after warm-up, ids equal in both arms.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def timed(step: Any) -> float:
 
 
 def allocations(step: Any) -> tuple[int, int]:
-    """Bytes kept after an iteration, and the most held at once within one; the smallest of twenty, so that a growing list
-    of the caller does not count."""
+    """Bytes kept after an iteration, and the most held at once within one; the smallest of twenty, so that a growing
+    list of the caller does not count."""
     tracemalloc.start()
     kept, peaks = [], []
     for _ in range(20):
@@ -206,7 +206,11 @@ def processor() -> str:
 
 def commit() -> str:
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
     )
     return found.stdout.strip() or "unknown"
 
@@ -218,20 +222,22 @@ def markdown(table: dict[str, Any]) -> str:
         f"{table['processor']}; onnxruntime {table['versions']['onnxruntime']}, Python {table['versions']['python']}, "
         f"commit {table['commit']}. Regenerate with `python perf/iteration_cpu.py`.",
         "",
-        "| batch | plain step us | iteration us (p10 / p50 / p99) | ratio | noise (plain / plain) | kept bytes | transient bytes |",
+        "| batch | plain step us | iteration us (p10 / p50 / p99) | ratio | noise (plain / plain) | kept bytes "
+        "| transient bytes |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r['batch']} | {r['plain_us_p50']:.0f} | {r['iteration_us_p10']:.0f} / {r['iteration_us_p50']:.0f} / "
-        f"{r['iteration_us_p99']:.0f} | {r['ratio']:.2f} | {r['noise']:.2f} | {r['retained_bytes']} | {r['transient_bytes']} |"
+        f"{r['iteration_us_p99']:.0f} | {r['ratio']:.2f} | {r['noise']:.2f} | {r['retained_bytes']} "
+        f"| {r['transient_bytes']} |"
         for r in table["rows"]
     ]
     counts = ", ".join(f"{name} {count}" for name, count in table["graph_nodes"].items())
     lines += [
         "",
         "The ratio is the mean accepted length (bonus included) at which speculation breaks even. Times are medians of "
-        f"{MEASURED} steps after {WARM_UP}, one thread. Graph nodes before the engine's optimiser: {counts}. Greedy ids "
-        f"{'identical' if table['ids_identical'] else 'DIFFERENT'} with and without speculation.",
+        f"{MEASURED} steps after {WARM_UP}, one thread. Graph nodes before the engine's optimiser: {counts}. Greedy "
+        f"ids {'identical' if table['ids_identical'] else 'DIFFERENT'} with and without speculation.",
         "",
     ]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Which prepared shape a step runs in. A shape is keyed by requests and by rows per request, never by their product:
 six rows of two requests and four rows of three are different programs.
 
-Matrix kernels round a lone row differently from the same row among others, so no dimension that a matrix product runs
-over is ever 1: tokens, logit rows and draft blocks are padded to two.
+Matrix kernels round a lone row differently from the same row among others, so no step ever has one token or
+one logit row: both are padded to two. A proposal needs no padding, its block has several rows.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ def iteration_shape(bucket: int, rows: int) -> StepShape:
     """The verify step of `bucket` requests with `rows` rows each, every row judged."""
     padded = max(SMALLEST, bucket * rows)
     return StepShape(requests=bucket, tokens=padded, logit_rows=padded)
-
-
-def block_requests(bucket: int) -> int:
-    """Requests of the propose step for `bucket`."""
-    return max(SMALLEST, bucket)
 
 
 def prefill_buckets(max_num_tokens: int) -> tuple[int, ...]:

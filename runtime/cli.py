@@ -9,7 +9,8 @@ import argparse
 import json
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ def run_generate(args: argparse.Namespace) -> int:
         return_generation_logits=args.dump_logits is not None,
     )
     prompt = args.prompt_ids if args.prompt_ids is not None else _prompt_text(args)
-    with _waiting(f"loading {args.engine}"):
-        llm = LLM(args.engine, **options)
+    with _bars() as progress:
+        llm = LLM(args.engine, progress=progress, **options)
     with llm:
         print(f"twostroke: {startup_line(llm.manifest, llm.limits)}", file=sys.stderr, flush=True)
         started = time.perf_counter()
@@ -194,13 +195,24 @@ def _prompt_text(args: argparse.Namespace) -> str:
         raise RequestError(f"--prompt-file {name} cannot be read ({error})", field="prompt_file") from None
 
 
-def _waiting(what: str) -> AbstractContextManager[Any]:
-    """A spinner while something takes long, on a terminal only."""
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars for loading and warm-up on stderr, where it is a terminal."""
     if not sys.stderr.isatty():
-        return nullcontext()
+        yield lambda what, done, total: None
+        return
     from rich.console import Console
+    from rich.progress import Progress
 
-    return Console(stderr=True).status(what)
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total)
+            shown.update(tasks[what], completed=done)
+
+        yield progress
 
 
 def _as_json(output: RequestOutput, timing: _Timing) -> dict[str, Any]:

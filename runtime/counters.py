@@ -35,6 +35,24 @@ class Acceptance:
         for k in range(accepted):
             self.accepted_at[k] += 1
 
+    def cut(self, count: int, kept: int) -> range:
+        """Only `kept` of the `count` tokens of the last iteration were delivered: the text ended between them. Returns
+        the draft places that no longer count."""
+        if kept == count:
+            return range(0)
+        # Every iteration before brought one token beyond its drafts; the last one did too unless it ended on a draft.
+        undrafted = self.emitted - self.accepted - (self.iterations - 1)
+        places = range(kept, count - undrafted)
+        self.take_back(places, count - kept)
+        return places
+
+    def take_back(self, places: range, tokens: int) -> None:
+        """Uncounts the accepted drafts at `places` and `tokens` emitted tokens."""
+        for place in places:
+            self.accepted_at[place] -= 1
+        self.accepted -= len(places)
+        self.emitted -= tokens
+
     @property
     def mean_accepted_length(self) -> float:
         """Tokens per iteration, bonus included; 0 before the first iteration."""

@@ -7,7 +7,7 @@ launch the next one before it has read this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from twostroke.engines.base import Engine
 from twostroke.engines.manifest import SCRATCH_SLOT
 from twostroke.plugins.accept import Acceptor, SamplingSlots
-from twostroke.runtime.buckets import block_requests, choose_bucket, iteration_shape
+from twostroke.runtime.buckets import choose_bucket, iteration_shape
 from twostroke.runtime.counters import EngineCounters
 from twostroke.runtime.flat_step import FlatStep, Floats, Ints
 from twostroke.runtime.page_table import PageTable
@@ -110,9 +110,7 @@ class Iteration:
         self._counters = counters
         self._acceptor = Acceptor(requests, limits.draft_length, limits.vocab_size)
         self._step = FlatStep.allocate(widest, limits.vocab_size, 0 if taps is None else int(taps.shape[1]))
-        self._block = DraftBlock.allocate(
-            block_requests(requests), draft.block_length, limits.vocab_size, slots.valid_from
-        )
+        self._block = DraftBlock.allocate(requests, draft.block_length, limits.vocab_size, slots.valid_from)
         self._frames: dict[tuple[int, int, int], _Frame] = {}
         self._tier = 0
         # Row-wise scratch, all [R]: the slots as asked for, and what the device part works on.
@@ -157,6 +155,21 @@ class Iteration:
         self._publish(frame, len(slots), results)
         self._count_replay(frame, len(slots))
 
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Prepares every bucket, the largest first, and runs each once on scratch alone: what a first request would
+        otherwise wait for. Longer sequences bind wider page tiers when they get there."""
+        rows_of = sorted({self._limits.rows, 1}, reverse=True)
+        shapes = [(bucket, rows) for bucket in reversed(self._limits.buckets) for rows in rows_of]
+        for done, (bucket, rows) in enumerate(shapes):
+            progress(done, len(shapes))
+            frame = self._frame(bucket, rows, self._page_table.tier(1))
+            self._load(frame, ())
+            if rows > 1:
+                self._propose(frame, 0)
+            self._verify(frame)
+            self._observe(frame, 0)
+        progress(len(shapes), len(shapes))
+
     def collect(self) -> Results:
         """The oldest results not collected yet."""
         if not self.in_flight:
@@ -184,10 +197,8 @@ class Iteration:
         np.clip(self._length, 0, frame.rows - 1, out=self._length)
         np.copyto(self._length, 0, where=self._was_done)
         block, bucket = frame.block, frame.bucket
-        block.slot.fill(SCRATCH_SLOT)
-        block.slot[:bucket] = self._slot[:bucket]
-        block.position.fill(0)
-        block.position[:bucket] = self._position[:bucket]
+        block.slot[:] = self._slot[:bucket]
+        block.position[:] = self._position[:bucket]
         np.take(self._slots.anchor, block.slot, out=block.anchor, mode="clip")
 
     def _propose(self, frame: _Frame, requests: int) -> None:
@@ -312,7 +323,7 @@ class Iteration:
             row_start=np.arange(bucket + 1, dtype=np.int32) * rows,
             logit_rows=np.arange(shape.logit_rows, dtype=np.int32),
         )
-        block = self._block.narrow(block_requests(bucket))
+        block = self._block.narrow(bucket)
         return _Frame(
             name=f"{bucket}x{rows}",
             bucket=bucket,

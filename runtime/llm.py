@@ -11,7 +11,7 @@ import numbers
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +38,7 @@ class LLM:
 
     `model` is the directory; `options` are the fields of `RuntimeConfig` (max_batch_size, draft_length, threads, ...).
     `tokenizer` names another folder with a tokenizer. Without any tokenizer, or with `skip_tokenizer_init`, prompts are
-    token ids and outputs have no text.
+    token ids and outputs have no text. `progress(what, done, total)` is told how loading and warm-up go.
     """
 
     def __init__(
@@ -46,15 +46,19 @@ class LLM:
         model: str | Path,
         tokenizer: str | Path | Tokenizer | None = None,
         skip_tokenizer_init: bool = False,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
         **options: Any,
     ) -> None:
         config = RuntimeConfig(**options)
-        loaded = load_engine_directory(Path(model), threads=config.threads)
+        loaded = load_engine_directory(
+            Path(model), config.threads, lambda done, total: progress("loading", done, total)
+        )
         self.model = Path(model)
         self.manifest = loaded.manifest
         self.limits = config.limits(loaded.manifest)
         self.tokenizer = None if skip_tokenizer_init else _tokenizer(self.model, tokenizer)
         self._scheduler = Scheduler(loaded, config)
+        self._scheduler.warm_up(lambda done, total: progress("warming up", done, total))
         self._loop = ServingLoop(self._scheduler)
         self._request_ids = itertools.count(1)
         self._finalizer = weakref.finalize(self, self._loop.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +100,10 @@ class Scheduler:
         self._running: dict[int, _Entry] = {}
         self._aborted: list[Progress] = []
 
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Prepares every iteration shape before the first request; `progress(done, total)`."""
+        self._iteration.warm_up(progress)
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to tell."""
@@ -154,6 +159,16 @@ class Scheduler:
             self._release(entry)
         self.counters.count_finish("abort")
         self._aborted.append(Progress(request_id, [], entry.acceptance, "abort"))
+
+    def stop(self, request_id: str, count: int, kept: int) -> None:
+        """The text of a running request ended within the `count` tokens of its last Progress: `kept` of them stay."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            LOGGER.debug("stop of request %r ignored: it ended by itself in the same block", request_id)
+            return
+        self.counters.acceptance.take_back(entry.acceptance.cut(count, kept), count - kept)
+        self._release(entry)
+        self.counters.count_finish("stop")
 
     def step(self) -> list[Progress]:
         """Admits, prefills once, iterates once; what is new for whom, in that order."""

@@ -147,7 +147,8 @@ class ServingLoop:
             text, token_ids = piece.text, token_ids[: piece.kept]
             if piece.stop is not None:
                 finish, stop_reason = "stop", piece.stop
-                _drop_surplus(acceptance, len(progress.token_ids), piece.kept)
+                acceptance.cut(len(progress.token_ids), piece.kept)
+                self._scheduler.stop(progress.request_id, len(progress.token_ids), piece.kept)
             elif finish is not None:
                 text += entry.text.flush()
         entry.generation.publish(
@@ -163,15 +164,3 @@ class ServingLoop:
 def _snapshot(acceptance: Acceptance) -> Acceptance:
     """What it says now: the scheduler's own counts on."""
     return replace(acceptance, drafted_at=acceptance.drafted_at.copy(), accepted_at=acceptance.accepted_at.copy())
-
-
-def _drop_surplus(acceptance: Acceptance, count: int, kept: int) -> None:
-    """Counts only `kept` of the `count` tokens of the last iteration."""
-    if kept == count:
-        return
-    # Every iteration before brought one token beyond its drafts; the last one did too unless it ended on a draft.
-    undrafted = acceptance.emitted - acceptance.accepted - (acceptance.iterations - 1)
-    for place in range(kept, count - undrafted):
-        acceptance.accepted_at[place] -= 1
-        acceptance.accepted -= 1
-    acceptance.emitted -= count - kept

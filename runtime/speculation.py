@@ -24,7 +24,7 @@ Enqueue = Callable[[], None]
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """What `propose` reads and writes for R requests (at least two; padding is slot 0).
+    """What `propose` reads and writes for R requests (padding is slot 0).
 
     Reads anchor, position, slot i32 [R]; valid_from i32 [S]; inverse_temperature f32 [R]; noise f32 [R, G, V].
     Writes tokens i32 [R, G] with ids in [0, V), logits f32 [R, G, V], confidence f32 [R, G].

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
 from twostroke.builder.config import DeepseekV4Config, parse_config
 from twostroke.builder.inventory import TensorSpec, inventory
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from twostroke.engines.loading import LoadedEngine, load_engine_directory
 
 
 @pytest.fixture(scope="session")
 def f4_engine_dir() -> Path:
-    """A compiled random F4 engine (V4 target with DSpark, maximum length 128) with a byte tokenizer; ids are below 320."""
+    """A compiled random F4 engine (V4 with DSpark, maximum length 128) with a byte tokenizer; ids are below 320."""
     from twostroke.tests.engines import engine_directory
 
     return engine_directory()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from twostroke.builder.build import BuildOptions, build
 from twostroke.tests.checkpoints import F4, write_checkpoint
 

@@ -42,7 +42,16 @@ def test_core_environment_is_small_and_has_no_framework(core: Path) -> None:
 
 
 def test_core_environment_answers_a_prompt_with_a_built_engine(core: Path, f4_engine_dir: Path, tmp_path: Path) -> None:
-    command = [core / "bin" / "twostroke", "generate", f4_engine_dir, "--prompt", "hello", "--max-tokens", "12", "--json"]
+    command = [
+        core / "bin" / "twostroke",
+        "generate",
+        f4_engine_dir,
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "12",
+        "--json",
+    ]
     answer = run(*command, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     here = run(Path(sys.executable).parent / "twostroke", *command[1:], cwd=tmp_path)

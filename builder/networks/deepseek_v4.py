@@ -380,6 +380,9 @@ class DeepseekV4(nn.Module):
     whose outputs, averaged over streams, the draft method asks for. `layer_state` has each layer's state tensors in the
     order `forward` takes them."""
 
+    window_frequencies: Tensor
+    frequencies: Tensor
+
     def __init__(self, config: DeepseekV4Config, draft_len: int, max_seq_len: int, taps: tuple[int, ...]) -> None:
         super().__init__()
         self.config, self.max_seq_len, self.taps = config, max_seq_len, taps

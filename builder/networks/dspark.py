@@ -110,6 +110,8 @@ class Stage(HyperConnected):
 class DSpark(nn.Module):
     """The draft network. `embed` and `head` are the target's own."""
 
+    frequencies: Tensor
+
     def __init__(self, config: DeepseekV4Config, dspark: DSparkConfig) -> None:
         super().__init__()
         self.config, self.dspark = config, dspark

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from torch import nn
+from typing import Protocol
 
 from twostroke.builder.config import DeepseekV4Config
 from twostroke.builder.networks.deepseek_v4 import TOKENS_PER_PAGE, DeepseekV4
@@ -23,11 +22,18 @@ class Draft:
     steps: Callable[[], tuple[StepSpec, ...]]
 
 
+class TargetNetwork(Protocol):
+    """A target network."""
+
+    def step(self) -> StepSpec:
+        """The declaration of the target step."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """A target network: `network(config, draft_len, max_seq_len, taps) -> module with .step()`, and its page size."""
+    """How to make a target network, `network(config, draft_len, max_seq_len, taps)`, and its page size."""
 
-    network: Callable[..., nn.Module]
+    network: Callable[..., TargetNetwork]
     tokens_per_page: int
 
 

@@ -43,17 +43,13 @@ class Completion:
     tokens_per_iteration: float
 
 
-def show(
-    folder: Path, prompts: Prompts, held_out: HeldOutText, *, max_tokens: int, threads: int, as_json: bool
-) -> int:
+def show(folder: Path, prompts: Prompts, held_out: HeldOutText, *, max_tokens: int, threads: int, as_json: bool) -> int:
     """Runs both arms over `prompts`, one at a time, and prints the comparison. Exit code 1 if the answers differ."""
     with _progress(as_json) as bar:
         plain, _ = _complete(folder, prompts, max_tokens, threads, bar, "plain", draft_length=0)
         fast, stats = _complete(folder, prompts, max_tokens, threads, bar, "speculative", draft_length=None)
         task = bar.add_task("scoring text", total=len(held_out.rows))
-        total = bits(
-            load_engine_directory(folder, threads), held_out.rows, lambda row: bar.update(task, completed=row)
-        )
+        total = bits(load_engine_directory(folder, threads), held_out.rows, lambda row: bar.update(task, completed=row))
     result = _figures(folder, plain, fast, stats, total / held_out.scored_bytes)
     if as_json:
         print(json.dumps(result))
@@ -144,9 +140,7 @@ def _ms_per_token(completions: list[Completion]) -> float:
     return 1e3 * sum(c.seconds for c in completions) / max(1, tokens)
 
 
-def _print(
-    plain: list[Completion], fast: list[Completion], result: dict[str, Any], held_out: HeldOutText
-) -> None:
+def _print(plain: list[Completion], fast: list[Completion], result: dict[str, Any], held_out: HeldOutText) -> None:
     sample = max(fast, key=lambda c: len(c.text.split()))
     print(sample.text.rstrip("\n"))
     print("-" * 72)
@@ -155,12 +149,18 @@ def _print(
     recorded = ", ".join(f"{name} {value:.2f}" for name, value in held_out.recorded.items())
     same = "identical" if result["identical"] else "DIFFERENT"
     print(f"{len(plain)} prompts, {mean(len(c.token_ids) for c in plain):.0f} tokens each on average")
-    print(f"tokens per iteration    {result['mean_accepted_length']:.2f}  (lowest decile {result['lowest_decile']:.2f})")
+    print(
+        f"tokens per iteration    {result['mean_accepted_length']:.2f}  (lowest decile {result['lowest_decile']:.2f})"
+    )
     print(f"accepted at position    {positions}")
-    print(f"ms per token            plain {result['ms_per_token_plain']:.2f}, speculative "
-          f"{result['ms_per_token_speculative']:.2f}  ({speedup:.2f} times as fast)")
-    print(f"bits per byte           {result['bits_per_byte']:.2f} on {held_out.scored_bytes} held-out bytes"
-          + (f"  ({recorded})" if recorded else ""))
+    print(
+        f"ms per token            plain {result['ms_per_token_plain']:.2f}, speculative "
+        f"{result['ms_per_token_speculative']:.2f}  ({speedup:.2f} times as fast)"
+    )
+    print(
+        f"bits per byte           {result['bits_per_byte']:.2f} on {held_out.scored_bytes} held-out bytes"
+        + (f"  ({recorded})" if recorded else "")
+    )
     print(f"answers                 {same} with and without speculation")
 
 

@@ -209,15 +209,14 @@ def propose(
     inverse_temperature: Array | None = None,
     noise: Array | None = None,
 ) -> dict[str, Array]:
-    """One propose step for (slot, position, anchor) each, padded to two requests; greedy unless noise is given."""
-    padded = [*requests, *[(0, 0, 0)] * (2 - len(requests))]
-    slot, position, anchor = (np.array(column, np.int32) for column in zip(*padded, strict=True))
+    """One propose step for (slot, position, anchor) each; greedy unless noise is given."""
+    slot, position, anchor = (np.array(column, np.int32) for column in zip(*requests, strict=True))
     shape = engine.bindings["noise"].shape
     if noise is None:
-        noise = np.zeros((len(padded), int(shape[1]), int(shape[2])), np.float32)
+        noise = np.zeros((len(requests), int(shape[1]), int(shape[2])), np.float32)
     if inverse_temperature is None:
-        inverse_temperature = np.ones(len(padded), np.float32)
-    found = enqueue(
+        inverse_temperature = np.ones(len(requests), np.float32)
+    return enqueue(
         engine,
         memory,
         anchor=anchor,
@@ -227,7 +226,6 @@ def propose(
         inverse_temperature=inverse_temperature,
         noise=noise,
     )
-    return {name: rows[: len(requests)] for name, rows in found.items()}
 
 
 def assert_close(found: Any, expected: Any, tolerance: float, what: str = "") -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from twostroke.builder.checkpoint import INDEX, SINGLE, Checkpoint
 from twostroke.builder.inventory import inventory, target_inventory
 from twostroke.engines.errors import CheckpointError

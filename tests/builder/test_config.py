@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from twostroke.builder.config import CSA, HARMLESS, HCA, SLIDING, RopeScaling, load_config, parse_config
 from twostroke.engines.errors import ConfigError
 from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, REMOVED, with_overrides

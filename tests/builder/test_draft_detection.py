@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+
 from twostroke.builder.config import parse_config
 from twostroke.builder.draft_detection import detect_draft
 from twostroke.builder.inventory import inventory, target_inventory

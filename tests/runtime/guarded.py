@@ -85,7 +85,7 @@ class GuardedStep:
 
     def _propose(self, given: Arrays) -> None:
         requests = len(given["slot"])
-        assert requests >= 2
+        assert requests >= 1
         assert all(
             len(given[name]) == requests for name in ("anchor", "position", "inverse_temperature", "noise", "tokens")
         )

@@ -38,7 +38,11 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def answers(
-    demo: LoadedEngine, prompts: list[tuple[int, ...]], max_tokens: int, arrivals: Iterator[int] | None = None, **config: int
+    demo: LoadedEngine,
+    prompts: list[tuple[int, ...]],
+    max_tokens: int,
+    arrivals: Iterator[int] | None = None,
+    **config: int,
 ) -> tuple[Ids, Scheduler]:
     """Greedy ids by prompt number. `arrivals` says how many requests join before each step; all at once without it."""
     scheduler = Scheduler(demo, RuntimeConfig(**config))
@@ -78,7 +82,12 @@ def test_greedy_ids_of_a_hundred_prompts_are_the_same_in_every_batch_and_order_o
 ) -> None:
     plain, _ = answers(demo, prompts, 128, max_batch_size=1, draft_length=0)
     assert len(plain) == 100
-    for config in ({"max_batch_size": 1}, {"max_batch_size": 3}, {"max_batch_size": 8}, {"max_batch_size": 8, "lag": 1}):
+    for config in (
+        {"max_batch_size": 1},
+        {"max_batch_size": 3},
+        {"max_batch_size": 8},
+        {"max_batch_size": 8, "lag": 1},
+    ):
         fast, _ = answers(demo, prompts, 128, **config)
         assert fast == plain, config
     fast, _ = answers(demo, prompts, 128, arrivals=mixed(), max_batch_size=8)

@@ -1,4 +1,4 @@
-"""Sampling through a compiled engine over eight tokens, with its real draft: the answers follow the target's distribution."""
+"""Sampling through a compiled engine over eight tokens, with its real draft: the target's distribution comes out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def test_a_wrong_distribution_would_be_noticed(tiny8: LoadedEngine) -> None:
     seen = Counter(answers(tiny8, params))
     observed = np.array([seen[answer] for answer in np.ndindex((8,) * LENGTH)], dtype=float)
     keep = expected >= 5
-    observed, expected = np.append(observed[keep], observed[~keep].sum()), np.append(expected[keep], expected[~keep].sum())
+    observed, expected = (
+        np.append(observed[keep], observed[~keep].sum()),
+        np.append(expected[keep], expected[~keep].sum()),
+    )
     assert stats.chisquare(observed, expected).pvalue < 1e-6
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from twostroke.plugins.accept import Acceptor, SamplingSlots
 from twostroke.plugins.accept.reference import Request
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twostroke.plugins.accept import Acceptor, SamplingSlots
 from twostroke.plugins.accept.reference import Request, accept
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twostroke.plugins.accept import Acceptor, SamplingSlots
 from twostroke.plugins.accept.reference import Request
 

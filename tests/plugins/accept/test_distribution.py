@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from scipy import stats
+
 from twostroke.plugins.accept import Acceptor, SamplingSlots
 from twostroke.plugins.accept.reference import Request, process_row, softmax
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twostroke.plugins.accept import process_row
 from twostroke.plugins.accept.reference import Request
 from twostroke.plugins.accept.reference import process_row as specified_row

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from twostroke.plugins.accept import Purpose, gumbel_rows, philox4x32, uniforms
 from twostroke.plugins.accept.philox import gumbel, uniform32, uniform64
 

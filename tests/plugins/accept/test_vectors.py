@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from twostroke.plugins.accept import Purpose, uniforms
 from twostroke.plugins.accept.reference import Request, accept, noise
 from twostroke.plugins.accept.vectors import write
