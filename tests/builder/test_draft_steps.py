@@ -197,17 +197,17 @@ def oracle_from(toy: Toy, taps: Array, position: int, anchor: int, first: int) -
 def test_noise_and_temperature_steer_the_picks_but_not_the_logits(draft: Draft, taps: Array, stream: list[int]) -> None:
     memory, request = draft.seen(taps[:30]), (1, 30, stream[30])
     greedy = propose(draft.proposing, memory, [request])
-    noise = np.zeros((2, GAMMA, 320), np.float32)
+    noise = np.zeros((1, GAMMA, 320), np.float32)
     noise[0, 0, 7] = 1e4
     forced = propose(draft.proposing, memory, [request], noise=noise)
     assert forced["tokens"][0, 0] == 7
     np.testing.assert_array_equal(forced["logits"][0, 0], greedy["logits"][0, 0])
     assert np.abs(forced["logits"][0, 1] - greedy["logits"][0, 1]).max() > 0, "the next bias follows the pick"
-    cold = np.full(2, 1e3, np.float32)
+    cold = np.full(1, 1e3, np.float32)
     mild = np.random.default_rng(0).gumbel(size=noise.shape).astype(np.float32)
     sharpened = propose(draft.proposing, memory, [request], noise=mild, inverse_temperature=cold)
     np.testing.assert_array_equal(sharpened["tokens"], greedy["tokens"])
-    hot = propose(draft.proposing, memory, [request], noise=mild, inverse_temperature=np.full(2, 1e-3, np.float32))
+    hot = propose(draft.proposing, memory, [request], noise=mild, inverse_temperature=np.full(1, 1e-3, np.float32))
     assert hot["tokens"][0].tolist() == mild[0].argmax(-1).tolist()
 
 
