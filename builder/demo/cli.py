@@ -147,8 +147,10 @@ def _key(checkpoint: Path) -> str:
 
 
 def _recorded(checkpoint: Path) -> dict[str, float]:
-    path = checkpoint / "training.json"
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text()).get("ngram_bits_per_byte", {})
-    return {f"order-5 n-gram of {name}": value for name, value in found.items()}
+    """Bits per byte on the whole held-out text, measured when the model was made."""
+    found = json.loads((checkpoint / "training.json").read_text())["bits_per_byte"]
+    return {
+        "this model": found["target"],
+        "5 bytes of context": found["5_bytes_of_context_kneser_ney"],
+        "5-gram of tokens": found["5_gram_of_tokens_kneser_ney"],
+    }

@@ -25,7 +25,7 @@ Prompts = Sequence[str] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text nobody trained on: rows for `scoring.bits`, the bytes they score, and the n-gram figures measured on it."""
+    """Text nobody trained on: rows for `scoring.bits`, the bytes they score, and what training recorded for all of it."""
 
     rows: Sequence[tuple[Sequence[int], int]]
     scored_bytes: int
@@ -146,7 +146,6 @@ def _print(plain: list[Completion], fast: list[Completion], result: dict[str, An
     print("-" * 72)
     speedup = result["ms_per_token_plain"] / result["ms_per_token_speculative"]
     positions = "  ".join(f"{k}: {share:.2f}" for k, share in enumerate(result["acceptance_by_position"], 1))
-    recorded = ", ".join(f"{name} {value:.2f}" for name, value in held_out.recorded.items())
     same = "identical" if result["identical"] else "DIFFERENT"
     print(f"{len(plain)} prompts, {mean(len(c.token_ids) for c in plain):.0f} tokens each on average")
     print(
@@ -157,10 +156,9 @@ def _print(plain: list[Completion], fast: list[Completion], result: dict[str, An
         f"ms per token            plain {result['ms_per_token_plain']:.2f}, speculative "
         f"{result['ms_per_token_speculative']:.2f}  ({speedup:.2f} times as fast)"
     )
-    print(
-        f"bits per byte           {result['bits_per_byte']:.2f} on {held_out.scored_bytes} held-out bytes"
-        + (f"  ({recorded})" if recorded else "")
-    )
+    print(f"bits per byte           {result['bits_per_byte']:.2f} on {held_out.scored_bytes} held-out bytes")
+    recorded = ", ".join(f"{name} {value:.2f}" for name, value in held_out.recorded.items())
+    print(f"  on all held-out text  {recorded} (Kneser-Ney; measured in training)")
     print(f"answers                 {same} with and without speculation")
 
 
