@@ -25,7 +25,7 @@ Prompts = Sequence[str] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text nobody trained on: rows for `scoring.bits`, the bytes they score, and what training recorded for all of it."""
+    """Text nobody trained on: rows for `scoring.bits`, the bytes they score, what training recorded for all of it."""
 
     rows: Sequence[tuple[Sequence[int], int]]
     scored_bytes: int
