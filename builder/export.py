@@ -84,7 +84,7 @@ def export_step(spec: StepSpec) -> ExportedStep:
         _declare(graph, bindings)
         ir.passes.common.ClearMetadataAndDocStringPass()(
             graph
-        )  # the exporter leaves source paths of this machine there
+        )  # the exporter leaves source paths of the building machine there
     return ExportedStep(spec.name, model, portable, bindings)
 
 
