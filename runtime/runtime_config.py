@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from twostroke.engines.errors import ConfigError
@@ -35,6 +36,8 @@ class RuntimeConfig:
         _at_least("max_batch_size", self.max_batch_size, 1)
         _at_least("max_num_tokens", self.max_num_tokens, 1)
         _at_least("threads", self.threads, 1)
+        if self.threads > (cores := os.cpu_count() or 1):
+            raise ConfigError(f"threads is {self.threads}, expected at most {cores}, the cores of this machine")
         _at_least("lag", self.lag, 0)
         if self.max_seq_len is not None:
             _at_least("max_seq_len", self.max_seq_len, 2)
