@@ -16,7 +16,7 @@ from torch.export import Dim
 from twostroke.builder.alias_lint import check_aliases, order_reads_before_writes
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.engines.manifest import Binding
-from twostroke.plugins.onnx_body import inline_bodies, to_onnx
+from twostroke.plugins.onnx_body import inline_bodies, quiet, to_onnx
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def export_program(spec: StepSpec) -> torch.export.ExportedProgram:
 
     arguments = tuple(example(b) for b in (*spec.inputs, *state))
     shapes = (*(dynamic(b) for b in spec.inputs), tuple(dynamic(b) for b in state))
-    return torch.export.export(spec.module, arguments, dynamic_shapes=shapes)
+    with quiet():
+        return torch.export.export(spec.module, arguments, dynamic_shapes=shapes)
 
 
 def export_step(spec: StepSpec) -> ExportedStep:

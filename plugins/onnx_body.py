@@ -10,7 +10,9 @@ import hashlib
 import logging
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -72,19 +74,28 @@ def translation_table() -> Mapping[Any, Callable[..., Any]]:
     return table
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what torch's exporter says about its own internals from the people who run a build."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
 def to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
     """An exported program as an ONNX model, our ops as opaque nodes. Parameters become graph inputs of their own
     name, before the optimiser sees them: it would fold, merge or reshape what it takes for constants. Unread ones are
     left out."""
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    exported = torch.onnx.export(
-        program,
-        dynamo=True,
-        custom_translation_table=dict(translation_table()),
-        opset_version=OPSET,
-        optimize=False,
-        verbose=False,
-    )
+    with quiet():
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            custom_translation_table=dict(translation_table()),
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+        )
     assert exported is not None
     model = exported.model
     for name in program.graph_signature.parameters:
@@ -142,7 +153,8 @@ def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.M
         arguments.append(torch.zeros(concrete, dtype=getattr(torch, dtype)))
         dynamic.append({axis: dim for axis, (dim, _) in dims.items()})
     module = _Reference(CATALOGUE[name], attributes)
-    program = torch.export.export(module, tuple(arguments), dynamic_shapes=(tuple(dynamic),))
+    with quiet():
+        program = torch.export.export(module, tuple(arguments), dynamic_shapes=(tuple(dynamic),))
     return to_onnx(program)
 
 

@@ -64,10 +64,10 @@ def test_the_copy_loads(engine: Path) -> None:
     assert list(loaded.engines) == ["target", "observe", "propose"]
 
 
-def test_progress_names_each_step(engine: Path) -> None:
-    seen: list[str] = []
-    load_engine_directory(str(engine), progress=seen.append)
-    assert seen == ["target", "observe", "propose"]
+def test_progress_counts_the_steps(engine: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    load_engine_directory(str(engine), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
