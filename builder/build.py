@@ -44,11 +44,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Choices of a build. `max_seq_len` None takes the config's limit, at most DEFAULT_MAX_SEQ_LEN."""
+    """Choices of a build. `max_seq_len` None takes the config's limit, at most DEFAULT_MAX_SEQ_LEN; `max_draft_len`
+    None the draft method's own block."""
 
     engine: str = "onnxruntime"
     draft: str = "auto"
     max_seq_len: int | None = None
+    max_draft_len: int | None = None
     force: bool = False
 
 
@@ -66,7 +68,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     if method == "none":
         checkpoint.skip("mtp.")
     checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
-    draft, target = DRAFTS[method](config), TARGETS["deepseek_v4"]
+    draft, target = DRAFTS[method](config, options.max_draft_len), TARGETS["deepseek_v4"]
     eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)

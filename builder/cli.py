@@ -16,7 +16,16 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="engine directory to make")
     parser.add_argument("--engine", default="onnxruntime", choices=("onnxruntime",), help="compiler (onnxruntime)")
     parser.add_argument(
-        "--draft", default="auto", choices=("auto", "dspark", "none"), help="draft method (auto: what the files hold)"
+        "--draft",
+        default="auto",
+        choices=("auto", "dspark", "mtp", "none"),
+        help="draft method (auto: what the files hold)",
+    )
+    parser.add_argument(
+        "--max-draft-len",
+        metavar="N",
+        type=int,
+        help="tokens drafted an iteration with mtp (3); dspark keeps its block",
     )
     parser.add_argument(
         "--max-seq-len", metavar="N", type=int, help="longest sequence (the config's limit, at most 8192)"
@@ -30,7 +39,7 @@ def run_build(args: argparse.Namespace) -> int:
     from twostroke.builder.progress import bars
 
     started = time.perf_counter()
-    options = BuildOptions(args.engine, args.draft, args.max_seq_len, args.force)
+    options = BuildOptions(args.engine, args.draft, args.max_seq_len, args.max_draft_len, args.force)
     with bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
     size = sum(record.bytes for record in manifest.files.values())

@@ -48,7 +48,7 @@ class _Files:
 
 def detect_draft(
     config: DeepseekV4Config, tensor_names: Iterable[str], requested: str = "auto"
-) -> Literal["dspark", "none"]:
+) -> Literal["dspark", "mtp", "none"]:
     """The draft method to build. `requested` is one of METHODS.
 
     `none` is always granted; the caller leaves `mtp.*` out of the build and says so. Raises ConfigError when the
@@ -61,7 +61,7 @@ def detect_draft(
         return "none"
     files = _read_names(tensor_names)
     promise = _promise(config)
-    if requested == "mtp":
+    if requested == "mtp" and (files.kind in ("dspark", "none") or (files.kind == "unknown" and config.dspark is None)):
         raise _refuse_mtp(config, files, promise)
     if files.kind == "none" and config.dspark is None:
         if requested == "dspark":
@@ -69,11 +69,8 @@ def detect_draft(
         if config.num_nextn_predict_layers:
             _log.warning("%s, but %s: decoding without a drafter", promise, files)
         return "none"
-    if files.kind == "nextn" and config.dspark is None:
-        raise ConfigError(
-            f"draft method {requested!r}: {files} and {promise}, and NextN (method 'mtp') is not implemented yet;"
-            " use 'none'"
-        )
+    if files.kind == "nextn" and config.dspark is None and config.num_nextn_predict_layers:
+        return _nextn(config, files, promise, requested)
     if files.kind != "dspark" or config.dspark is None:
         raise CheckpointError(
             f"config and files contradict each other: {promise}, but {files}; correct the folder, or use 'none' to"
@@ -113,9 +110,17 @@ def _promise(config: DeepseekV4Config) -> str:
     return "the config promises no drafter (no dspark_* fields, num_nextn_predict_layers = 0)"
 
 
+def _nextn(config: DeepseekV4Config, files: _Files, promise: str, requested: str) -> Literal["mtp"]:
+    if files.stages != tuple(range(config.num_nextn_predict_layers)):
+        raise CheckpointError(f"config and files contradict each other: {promise}, but {files}; the counts must agree")
+    if files.stages != (0,):
+        raise ConfigError(f"{promise} and {files}; one block is implemented, used again for every token: use 'none'")
+    if requested == "dspark":
+        raise ConfigError(f"draft method 'dspark' was requested, but {files} and {promise}; use 'mtp'")
+    return "mtp"
+
+
 def _refuse_mtp(config: DeepseekV4Config, files: _Files, promise: str) -> ConfigError:
-    if files.kind == "nextn":
-        return ConfigError(f"draft method 'mtp': {files}, but NextN is not implemented yet; use 'none'")
     fits = "dspark" if files.kind == "dspark" and config.dspark is not None else "none"
     return ConfigError(
         f"draft method 'mtp' needs a NextN block ({shown_list(_NEXTN_NAMES)}), which is missing: {files} and {promise};"

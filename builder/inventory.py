@@ -1,7 +1,7 @@
 """Every tensor a checkpoint must hold, in its original names, derived from the config.
 
-Sources: `spec/deepseek_v4.md` section 10.1 and `spec/dspark.md` section 11. The inventory of the release's own numbers,
-scales included, reproduces its published tensor and byte counts exactly.
+Sources: `spec/deepseek_v4.md` section 10.1, `spec/dspark.md` sections 11 and 12. The inventory of the release's own
+numbers, scales included, reproduces its published tensor and byte counts exactly.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ class TensorSpec:
 
 
 def inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
-    """Target tensors, then those of the DSpark drafter if the config has one.
+    """Target tensors, then those of the drafter the config promises: DSpark stages, else a NextN block, else none.
 
     `quantised` gives the release's storage: FP8 linears, packed FP4 experts and a `.scale` beside each.
     """
-    draft = dspark_inventory(config, quantised=quantised) if config.dspark else ()
+    draft: tuple[TensorSpec, ...] = ()
+    if config.dspark:
+        draft = dspark_inventory(config, quantised=quantised)
+    elif config.num_nextn_predict_layers:
+        draft = nextn_inventory(config, quantised=quantised)
     return target_inventory(config, quantised=quantised) + draft
 
 
@@ -57,6 +61,11 @@ def dspark_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tu
     if config.dspark is None:
         raise ValueError("this config has no DSpark drafter")
     return tuple(_dspark(config, quantised))
+
+
+def nextn_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+    """The Preview's NextN block `mtp.0`. Embedding and head are the target's."""
+    return tuple(_nextn(config, quantised))
 
 
 def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
@@ -93,6 +102,16 @@ def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
     if dspark.enable_confidence_head:
         width = D + (dspark.markov_rank if dspark.confidence_head_with_markov else 0)
         yield TensorSpec(f"{last}confidence_head.proj.weight", (1, width), _WEIGHT)
+
+
+def _nextn(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
+    D = config.hidden_size
+    for name in ("enorm", "hnorm", "norm"):
+        yield TensorSpec(f"mtp.0.{name}.weight", (D,), _WEIGHT)
+    for name in ("e_proj", "h_proj"):
+        yield from _linear(f"mtp.0.{name}", D, D, quantised)
+    yield from _block(config, "mtp.0.", quantised, hashed=False)
+    yield from _hc_head(config, "mtp.0.")
 
 
 def _block(config: DeepseekV4Config, prefix: str, quantised: bool, hashed: bool) -> Iterator[TensorSpec]:

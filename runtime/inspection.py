@@ -66,7 +66,7 @@ def architecture(manifest: Manifest) -> str:
 
 
 def heads(manifest: Manifest) -> dict[str, bool]:
-    """Which heads of the draft have weights; empty for an engine without a draft."""
+    """Which heads of a draft that proposes in one step have weights; empty for every other engine."""
     propose = manifest.steps.get("propose")
     if propose is None:
         return {}
@@ -81,9 +81,9 @@ def startup_line(manifest: Manifest, limits: Limits) -> str:
     if speculative.method == "none":
         draft = "no draft"
     else:
-        loaded = ", ".join(f"{head} {'loaded' if there else 'missing'}" for head, there in heads(manifest).items())
+        loaded = "".join(f", {head} {'loaded' if there else 'missing'}" for head, there in heads(manifest).items())
         depth = f", depth {limits.draft_length} of {speculative.draft_len}" if limits.draft_length else " switched off"
-        draft = f"draft {speculative.method}{depth}, {loaded}"
+        draft = f"draft {speculative.method}{depth}{loaded}"
     engines = ", ".join(sorted({step.engine for step in manifest.steps.values()}))
     size = "" if layers is None else f", {layers} layers"
     return (

@@ -66,8 +66,8 @@ class RuntimeConfig:
         draft_length = block if self.draft_length is None else self.draft_length
         if draft_length > block:
             raise ConfigError(
-                f"draft_length is {draft_length}, but the engine's draft ({manifest.speculative.method}) was trained "
-                f"and built for blocks of {block} tokens; ask for {block} or fewer"
+                f"draft_length is {draft_length}, but the engine's draft ({manifest.speculative.method}) was built "
+                f"for blocks of {block} tokens; ask for {block} or fewer"
             )
         max_seq_len = build.max_seq_len if self.max_seq_len is None else self.max_seq_len
         if max_seq_len > build.max_seq_len:

@@ -85,7 +85,7 @@ class Scheduler:
             draft = draft_method(manifest.speculative.method) if limits.draft_length else NoDraft
         parts = (
             loaded.engines["target"],
-            draft(loaded.engines, self.state, manifest.speculative.draft_len),
+            draft(loaded.engines, self.state, limits.draft_length),
             self.state,
             self.page_table,
             self.slots,

@@ -116,11 +116,12 @@ class NoDraft:
 
 
 class DSpark:
-    """One parallel block, then sequential picks with a low-rank bigram bias: a single `propose` step."""
+    """One parallel block, then sequential picks with a low-rank bigram bias: a single `propose` step, which drafts the
+    full block it was trained for, however few tokens of it are wanted."""
 
     def __init__(self, engines: Mapping[str, Engine], state: State, draft_length: int) -> None:
-        self.block_length = draft_length
         self._propose = _step(engines, "propose")
+        self.block_length = int(self._propose.bindings["tokens"].shape[1])
         self._observe = _step(engines, "observe")
         self._context = state.bindings()
 
@@ -130,14 +131,100 @@ class DSpark:
 
     def bind_observe(self, step: FlatStep) -> Enqueue:
         """Context rows of every committed token, from the target's hidden rows."""
-        arrays: dict[str, NDArray[np.generic]] = {
-            "taps": step.taps,
-            "next_ids": step.next_ids,
-            "positions": step.positions,
-            "slots": step.slots,
-            "row_start": step.row_start,
-        }
-        return bind(self._observe, {**self._context, **arrays}).enqueue
+        return bind(self._observe, {**self._context, **_committed(step)}).enqueue
+
+
+class Mtp:
+    """One row at a time: `pick` takes a token from the hidden a slot keeps, `next` computes the hidden after it.
+
+    `observe` keeps the hidden of the last committed token. A block of G tokens is pick, then next and pick G-1 times,
+    over one row a request and one of scratch: matrix kernels round a lone row differently. The row of x_k stands at
+    position P+k-1, that of the hidden it is paired with.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], state: State, draft_length: int) -> None:
+        self.block_length = draft_length
+        self._pick = _step(engines, "pick")
+        self._next = _step(engines, "next")
+        self._observe = _step(engines, "observe")
+        self._memory = state.bindings()
+        self._chains: dict[int, _Chain] = {}
+
+    def bind_propose(self, block: DraftBlock) -> Enqueue:
+        """The chain behind the anchors, from the hidden that was observed."""
+        requests, _, vocab_size = block.noise.shape
+        if requests not in self._chains:
+            rows = ChainRows.allocate(requests + 1, vocab_size)
+            arrays = {**self._memory, **rows.arrays()}
+            self._chains[requests] = _Chain(rows, bind(self._pick, arrays).enqueue, bind(self._next, arrays).enqueue)
+        chain = self._chains[requests]
+        return lambda: chain.draft(block)
+
+    def bind_observe(self, step: FlatStep) -> Enqueue:
+        """Draft rows of every committed token and the token after it."""
+        return bind(self._observe, {**self._memory, **_committed(step)}).enqueue
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    """What `pick` and `next` read and write, one row a request and scratch rows behind them.
+
+    slots, positions i32 [N]; row_start i32 [N], row N-1 being padding; inverse_temperature f32 [N]; noise, logits
+    f32 [N, V]; confidence f32 [N]; tokens i32 [N], picked by `pick` and the `token_ids` of `next`.
+    """
+
+    slots: Ints
+    positions: Ints
+    row_start: Ints
+    inverse_temperature: Floats
+    noise: Floats
+    tokens: Ints
+    logits: Floats
+    confidence: Floats
+
+    @classmethod
+    def allocate(cls, rows: int, vocab_size: int) -> ChainRows:
+        """Every row scratch."""
+        return cls(
+            slots=np.zeros(rows, np.int32),
+            positions=np.zeros(rows, np.int32),
+            row_start=np.arange(rows, dtype=np.int32),
+            inverse_temperature=np.ones(rows, np.float32),
+            noise=np.zeros((rows, vocab_size), np.float32),
+            tokens=np.zeros(rows, np.int32),
+            logits=np.zeros((rows, vocab_size), np.float32),
+            confidence=np.zeros(rows, np.float32),
+        )
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """By the names steps use."""
+        return {**vars(self), "token_ids": self.tokens}
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The steps of a proposal, bound to their rows."""
+
+    rows: ChainRows
+    pick: Enqueue
+    next: Enqueue
+
+    def draft(self, block: DraftBlock) -> None:
+        """Fills `block`, column by column."""
+        rows, requests = self.rows, len(block.slot)
+        rows.slots[:requests] = block.slot
+        rows.positions[:requests] = block.position
+        rows.positions[:requests] -= 1
+        rows.inverse_temperature[:requests] = block.inverse_temperature
+        for k in range(block.tokens.shape[1]):
+            if k:
+                rows.positions[:requests] += 1
+                self.next()
+            rows.noise[:requests] = block.noise[:, k]
+            self.pick()
+            block.tokens[:, k] = rows.tokens[:requests]
+            block.logits[:, k] = rows.logits[:requests]
+            block.confidence[:, k] = rows.confidence[:requests]
 
 
 DraftFactory = Callable[[Mapping[str, Engine], State, int], DraftMethod]
@@ -145,17 +232,29 @@ DraftFactory = Callable[[Mapping[str, Engine], State, int], DraftMethod]
 DRAFT_METHODS: dict[str, DraftFactory] = {
     "none": NoDraft,
     "dspark": DSpark,
+    "mtp": Mtp,
 }
 
 
 def draft_method(name: str) -> DraftFactory:
-    """What makes the method an engine directory names from its engines, the state and the length of a block."""
+    """What makes the method an engine directory names, from its engines, the state and the tokens wanted a block."""
     if name not in DRAFT_METHODS:
         raise EngineError(
             f"the engine's draft method is {name!r}; this runtime knows {', '.join(sorted(DRAFT_METHODS))}. Install "
             "the version of twostroke that built the engine, or rebuild it"
         )
     return DRAFT_METHODS[name]
+
+
+def _committed(step: FlatStep) -> dict[str, NDArray[np.generic]]:
+    """What `observe` reads of a step, by the names steps use."""
+    return {
+        "taps": step.taps,
+        "next_ids": step.next_ids,
+        "positions": step.positions,
+        "slots": step.slots,
+        "row_start": step.row_start,
+    }
 
 
 def _step(engines: Mapping[str, Engine], name: str) -> Engine:

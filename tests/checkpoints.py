@@ -84,6 +84,13 @@ F4: Mapping[str, Any] = {
 # The same network over eight tokens: small enough to compare whole distributions.
 TINY8: Mapping[str, Any] = {**F4, "vocab_size": 8, "dspark_noise_token_id": 7}
 
+# The same target with the Preview's drafter: one NextN block, no dspark_* fields.
+F4_PREVIEW: Mapping[str, Any] = {
+    **{name: value for name, value in F4.items() if not name.startswith("dspark_")},
+    "compress_ratios": [0, 0, 4, 8, 4, 0, 0],
+}
+PREVIEW8: Mapping[str, Any] = {**F4_PREVIEW, "vocab_size": 8}
+
 # The same target without a drafter.
 F4_PLAIN: Mapping[str, Any] = {
     **{name: value for name, value in F4.items() if not name.startswith("dspark_")},

@@ -18,6 +18,15 @@ def f4_engine_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def preview_engine() -> LoadedEngine:
+    """A compiled random F4-preview engine: the same V4 target with one NextN block, chains of up to five tokens."""
+    from twostroke.tests.checkpoints import F4_PREVIEW
+    from twostroke.tests.engines import engine_directory
+
+    return load_engine_directory(engine_directory(F4_PREVIEW, max_draft_len=5))
+
+
+@pytest.fixture(scope="session")
 def f4_engine(f4_engine_dir: Path) -> LoadedEngine:
     """The same engine, loaded."""
     return load_engine_directory(f4_engine_dir)

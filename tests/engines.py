@@ -53,15 +53,23 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def engine_directory(
-    config: Mapping[str, Any] = F4, *, draft: str = "auto", seed: int = 0, tokenizer: bool = True, **overrides: Any
+    config: Mapping[str, Any] = F4,
+    *,
+    draft: str = "auto",
+    max_draft_len: int | None = None,
+    seed: int = 0,
+    tokenizer: bool = True,
+    **overrides: Any,
 ) -> Path:
     """The engine directory of a toy checkpoint; its checkpoint lies beside it as `checkpoint`."""
-    key = json.dumps([sorted(config.items()), draft, seed, tokenizer, repr(sorted(overrides.items()))], default=repr)
+    choices = [draft, max_draft_len, seed, tokenizer, repr(sorted(overrides.items()))]
+    key = json.dumps([sorted(config.items()), *choices], default=repr)
     place = CACHE / hashlib.sha256((code_hash() + key).encode()).hexdigest()[:16]
     with locked(place):
         if not (place / "engine" / "config.json").exists():
             write_checkpoint(place / "checkpoint", config, seed=seed, **overrides)
             if tokenizer:
                 write_byte_tokenizer(place / "checkpoint", {**config, **overrides}["vocab_size"])
-            build(place / "checkpoint", place / "engine", BuildOptions(draft=draft, force=True))
+            options = BuildOptions(draft=draft, max_draft_len=max_draft_len, force=True)
+            build(place / "checkpoint", place / "engine", options)
     return place / "engine"

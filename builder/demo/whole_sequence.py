@@ -1,6 +1,6 @@
-"""DeepSeek-V4 (0731) target and DSpark draft over whole sequences, in plain differentiable torch.
+"""DeepSeek-V4 target and its drafts (DSpark, NextN) over whole sequences, in plain differentiable torch.
 
-Written from the published maths alone (section numbers: V4 = the target, DS = the draft) and shares no code with the
+Written from the published maths alone (section numbers: V4 = the target, DS = the drafts) and shares no code with the
 ops, graphs or state handling of the rest of the tree. That makes it two things: what the demo model is trained with,
 and the independent oracle of the tests. There is no cache: every key is recomputed from the whole sequence. No FP8,
 FP4 or Hadamard rounding is applied (V4 sections 6 and 8 allow that for a model stored in bf16).
@@ -36,8 +36,13 @@ class Trace:
 
 class TargetOutput(NamedTuple):
     logits: Tensor  # [B, T, V]
-    taps: Tensor  # [B, T, len(dspark_target_layer_ids) * D]
+    taps: Tensor  # [B, T, len(dspark_target_layer_ids) * D]; without DSpark all streams after the last layer, S * D
     inputs: list[Tensor]  # per layer: what attention read at positions 0..L-1, [B, L, D]
+
+
+class NextnOutput(NamedTuple):
+    logits: Tensor  # [B, L, V], row i predicts token i + 2
+    hidden: Tensor  # [B, L, S * D], what a further row starts from
 
 
 class DraftOutput(NamedTuple):
@@ -294,6 +299,7 @@ def target(
     streams = weights["embed.weight"][tokens][:, :, None].expand(-1, -1, config.hc_mult, -1)
     inputs: list[Tensor] = []
     outputs: dict[int, Tensor] = {}
+    tapped = getattr(config, "dspark_target_layer_ids", ())
     for layer in range(config.num_hidden_layers):
 
         def attention(x: Tensor, layer: int = layer) -> Tensor:
@@ -301,11 +307,33 @@ def target(
             return target_attention(config, weights, layer, inputs[layer], start, trace)
 
         streams = block(config, weights, f"layers.{layer}", streams, tokens, attention, trace, dropout)
-        if layer in config.dspark_target_layer_ids:
+        if layer in tapped:
             outputs[layer] = streams.mean(-2)  # DS section 4: after both sublayers, no norm
     hidden = rms_norm(hc_head(config, weights, "hc_head", streams), weights["norm.weight"], config.rms_norm_eps)
-    taps = torch.cat([outputs[layer] for layer in config.dspark_target_layer_ids], -1)
+    taps = torch.cat([outputs[layer] for layer in tapped], -1) if tapped else streams.flatten(-2)
     return TargetOutput(F.linear(hidden, weights["head.weight"]), taps, inputs)
+
+
+def nextn(config: Config, weights: Weights, hidden: Tensor, next_tokens: Tensor) -> NextnOutput:
+    """DS section 12. Row i stands at position i and joins hidden i [B, L, S * D] with token i + 1 [B, L]."""
+    eps, at = config.rms_norm_eps, "mtp.0"
+    positions = torch.arange(hidden.shape[1], device=hidden.device)
+    angles = positions[:, None] * frequencies(config, 0, hidden.device)
+    age = positions[:, None] - positions
+    allowed = ((age >= 0) & (age < config.sliding_window))[None]
+    token = rms_norm(weights["embed.weight"][next_tokens], weights[f"{at}.enorm.weight"], eps)
+    past = rms_norm(hidden.unflatten(-1, (config.hc_mult, -1)), weights[f"{at}.hnorm.weight"], eps)
+    streams = F.linear(token, weights[f"{at}.e_proj.weight"])[:, :, None]
+    streams = streams + F.linear(past, weights[f"{at}.h_proj.weight"])
+
+    def attention(x: Tensor) -> Tensor:
+        q = queries(config, weights, f"{at}.attn", query_latent(config, weights, f"{at}.attn", x), angles)
+        keys = window_keys(config, weights, f"{at}.attn", x, angles)
+        return attend(config, weights, f"{at}.attn", q, angles, keys, allowed)[0]
+
+    streams = block(config, weights, at, streams, next_tokens, attention, None, 0.0)
+    collapsed = rms_norm(hc_head(config, weights, f"{at}.hc_head", streams), weights[f"{at}.norm.weight"], eps)
+    return NextnOutput(F.linear(collapsed, weights["head.weight"]), streams.flatten(-2))
 
 
 def draft(

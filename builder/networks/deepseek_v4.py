@@ -43,18 +43,27 @@ from twostroke.plugins.nsa.torch_op import NSA_CSA, NSA_HCA, NSA_WINDOW
 TOKENS_PER_PAGE = 256
 
 
+# A tap is a layer number, whose output is averaged over streams, or this: all streams after the last layer, [N, m*D].
+RESIDUAL = "residual"
+
+
 @dataclass(frozen=True)
-class Flat:
-    """What every layer of a step reads. `window_turn` rotates by window-only frequencies, `turn` and `index_turn` by
-    the compressed layers' ones, `entry_turn[ratio, size]` at the first token of each window of `ratio` that the rows
-    `closing[ratio]` complete."""
+class Rows:
+    """What a layer with a sliding window reads of a step, all i64. `window_turn` rotates by window-only frequencies."""
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     row_start: Tensor
-    page_table: Tensor
     window_turn: Rotation
+
+
+@dataclass(frozen=True)
+class Flat(Rows):
+    """What every layer of a step reads. `turn` and `index_turn` rotate by the compressed layers' frequencies,
+    `entry_turn[ratio, size]` at the first token of each window of `ratio` that the rows `closing[ratio]` complete."""
+
+    page_table: Tensor
     turn: Rotation
     index_turn: Rotation
     entry_turn: dict[tuple[int, int], Rotation]
@@ -163,7 +172,7 @@ class WindowAttention(Projections):
     def state(self, prefix: str) -> tuple[StateTensor, ...]:
         return (window_state(prefix, self.config, self.ring),)
 
-    def forward(self, x: Tensor, flat: Flat, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, flat: Rows, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         q = self.queries(self.latent(x), flat.window_turn)
         kv = self.key_rows(x, flat.window_turn)
         out, window = NSA_WINDOW.overload(
@@ -366,7 +375,7 @@ class HyperConnected(nn.Module):
         config = self.config
         return HC_PRE.overload(streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
 
-    def forward(self, streams: Tensor, flat: Flat, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, streams: Tensor, flat: Rows, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         a, post, comb = self._pre(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
         out, state = self.attn(self.attn_norm(a), flat, state)
         streams = HC_POST.overload(out, streams, post, comb)
@@ -376,14 +385,14 @@ class HyperConnected(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """The target step. `draft_len` drafted tokens a request (T = draft_len + 1) size the rings; `taps` are the layers
-    whose outputs, averaged over streams, the draft method asks for. `layer_state` has each layer's state tensors in the
+    """The target step. `draft_len` drafted tokens a request (T = draft_len + 1) size the rings; `taps` are what the
+    draft method asks for, side by side: layer numbers or RESIDUAL. `layer_state` has each layer's state tensors in the
     order `forward` takes them."""
 
     window_frequencies: Tensor
     frequencies: Tensor
 
-    def __init__(self, config: DeepseekV4Config, draft_len: int, max_seq_len: int, taps: tuple[int, ...]) -> None:
+    def __init__(self, config: DeepseekV4Config, draft_len: int, max_seq_len: int, taps: tuple[int | str, ...]) -> None:
         super().__init__()
         self.config, self.max_seq_len, self.taps = config, max_seq_len, taps
         block = draft_len + 1
@@ -430,8 +439,8 @@ class DeepseekV4(nn.Module):
             positions,
             slots,
             row_start,
-            page_table.long(),
             Rotation.at(positions, self.window_frequencies, size),
+            page_table.long(),
             turn_at(positions, size=size),
             turn_at(positions, size=index_size),
             {(ratio, n): turn_at(opened(ratio), size=n) for ratio, n in sorted(entries)},
@@ -456,16 +465,19 @@ class DeepseekV4(nn.Module):
         flat = self.flat(token_ids, positions, slots, row_start, page_table)
         embedded = self.embed.weight[flat.token_ids]
         streams = embedded[:, None, :].expand(-1, self.config.hc_mult, -1).contiguous()
-        taps, after, taken = {}, [], 0
+        taps: dict[int | str, Tensor] = {}
+        after: list[Tensor] = []
+        taken = 0
         for index, (layer, spec) in enumerate(zip(self.layers, self.layer_state, strict=True)):
             streams, new = layer(streams, flat, state[taken : taken + len(spec)])
             taken += len(spec)
             after.extend(new)
             if index in self.taps:
                 taps[index] = streams.mean(dim=1)
+        taps[RESIDUAL] = streams.reshape(streams.shape[0], -1)
         hidden = self.collapse(streams[logit_rows.long()])
         logits = self.head(self.norm(hidden))
-        tapped = (torch.cat([taps[i] for i in self.taps], dim=1),) if self.taps else ()
+        tapped = (torch.cat([taps[tap] for tap in self.taps], dim=1),) if self.taps else ()
         return (logits, *tapped, *after)
 
     def collapse(self, streams: Tensor) -> Tensor:
@@ -484,7 +496,8 @@ class DeepseekV4(nn.Module):
         state = tuple(tensor for layer in self.layer_state for tensor in layer)
         outputs = [step_output("logits", "M", self.config.vocab_size)]
         if self.taps:
-            outputs.append(step_output("taps", "N", len(self.taps) * self.config.hidden_size))
+            widths = [self.config.hc_mult if tap == RESIDUAL else 1 for tap in self.taps]
+            outputs.append(step_output("taps", "N", sum(widths) * self.config.hidden_size))
         return StepSpec(
             "target",
             self,

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twostroke.builder.config import DeepseekV4Config
-from twostroke.builder.networks.deepseek_v4 import TOKENS_PER_PAGE, DeepseekV4
-from twostroke.builder.networks.dspark import Observe, Propose
+from twostroke.builder.networks import dspark, mtp
+from twostroke.builder.networks.deepseek_v4 import RESIDUAL, TOKENS_PER_PAGE, DeepseekV4
 from twostroke.builder.networks.layers import StepSpec
+from twostroke.engines.errors import BuildError
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a draft method asks of a build: tokens per block, the target layers it taps, its steps in export order."""
+    """What a draft method asks of a build: tokens per block, what it taps of the target (in the target network's own
+    terms, W features in all), its steps in export order."""
 
     block_size: int
-    taps: tuple[int, ...]
+    taps: tuple[int | str, ...]
     taps_width: int
     steps: Callable[[], tuple[StepSpec, ...]]
 
@@ -37,20 +39,42 @@ class Target:
     tokens_per_page: int
 
 
-def _no_draft(config: DeepseekV4Config) -> Draft:
+def _no_draft(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
+    if max_draft_len:
+        raise BuildError(f"--max-draft-len is {max_draft_len}, but this build has no draft method")
     return Draft(0, (), 0, lambda: ())
 
 
-def _dspark(config: DeepseekV4Config) -> Draft:
-    dspark = config.dspark
-    assert dspark is not None, "draft detection chose dspark without its config"
+def _dspark(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
+    settings = config.dspark
+    assert settings is not None, "draft detection chose dspark without its config"
+    if max_draft_len not in (None, settings.block_size):
+        raise BuildError(
+            f"--max-draft-len is {max_draft_len}, but dspark drafts the block it was trained for, dspark_block_size = "
+            f"{settings.block_size}; leave the option out, and verify less of a block with the runtime's draft length"
+        )
 
     def steps() -> tuple[StepSpec, ...]:
-        return Observe(config, dspark).step(), Propose(config, dspark).step()
+        return dspark.Observe(config, settings).step(), dspark.Propose(config, settings).step()
 
-    layers = dspark.target_layer_ids
-    return Draft(dspark.block_size, layers, len(layers) * config.hidden_size, steps)
+    layers = settings.target_layer_ids
+    return Draft(settings.block_size, layers, len(layers) * config.hidden_size, steps)
+
+
+def _mtp(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
+    depth = mtp.DEFAULT_DEPTH if max_draft_len is None else max_draft_len
+    if not 1 <= depth <= mtp.MAX_DEPTH:
+        raise BuildError(f"--max-draft-len is {depth}; accepted for mtp: 1 to {mtp.MAX_DEPTH}")
+
+    def steps() -> tuple[StepSpec, ...]:
+        return tuple(step(config, depth).step() for step in (mtp.Observe, mtp.Next, mtp.Pick))
+
+    return Draft(depth, (RESIDUAL,), config.hc_mult * config.hidden_size, steps)
 
 
 TARGETS: Mapping[str, Target] = {"deepseek_v4": Target(DeepseekV4, TOKENS_PER_PAGE)}
-DRAFTS: Mapping[str, Callable[[DeepseekV4Config], Draft]] = {"none": _no_draft, "dspark": _dspark}
+DRAFTS: Mapping[str, Callable[[DeepseekV4Config, int | None], Draft]] = {
+    "none": _no_draft,
+    "dspark": _dspark,
+    "mtp": _mtp,
+}

@@ -63,6 +63,20 @@ class Toy:
         found = whole_sequence.target(self.raw, self.weights, ids)
         return found.logits[0].numpy(), found.taps[0].numpy()
 
+    @torch.no_grad()
+    def chain(self, taps: Array, tokens: Sequence[int], depth: int = 3, shift: int = 1) -> dict[str, Array]:
+        """Greedy tokens and logits of a NextN chain behind `tokens`, the last of which is the anchor; every row is
+        computed anew each time. `shift` 1 is the rule, hidden i with token i+1; 0 is the documented mistake."""
+        hidden = torch.from_numpy(taps[: len(tokens) - 1])[None]
+        paired, picked, logits = list(tokens[shift:])[: hidden.shape[1]], [], []
+        for _ in range(depth):
+            out = whole_sequence.nextn(self.raw, self.weights, hidden, torch.tensor([paired]))
+            logits.append(out.logits[0, -1].numpy())
+            picked.append(int(logits[-1].argmax()))
+            hidden = torch.cat([hidden, out.hidden[:, -1:]], dim=1)
+            paired = [*paired, picked[-1]]
+        return {"tokens": np.array(picked), "logits": np.stack(logits)}
+
 
 class Memory:
     """State arrays full of NaN and a page table whose pages are dealt in no particular order."""
@@ -187,16 +201,24 @@ def every(size: int) -> Iterable[int]:
 
 
 def observe(
-    engine: Engine, memory: Memory, taps: Sequence[Array], chunks: Sequence[Chunk], *, padding: int = 0
+    engine: Engine,
+    memory: Memory,
+    taps: Sequence[Array],
+    chunks: Sequence[Chunk],
+    *,
+    padding: int = 0,
+    next_ids: Sequence[Sequence[int]] = (),
 ) -> None:
-    """One observe step. `taps` are the target's rows of each chunk."""
+    """One observe step. `taps` are the target's rows of each chunk, `next_ids` the tokens after them."""
     inputs = Packed(chunks, padding).inputs
     rows = np.full((len(inputs["token_ids"]), taps[0].shape[1]), np.nan, np.float32)
     rows[: sum(map(len, taps))] = np.concatenate(taps)
     names = ("positions", "slots", "row_start")
     given = {name: inputs[name] for name in names if name in engine.bindings}
     if "next_ids" in engine.bindings:
+        following = np.concatenate([np.zeros(0, np.int32), *next_ids])
         given["next_ids"] = np.zeros(len(rows), np.int32)
+        given["next_ids"][: len(following)] = following
     enqueue(engine, memory, taps=rows, **given)
 
 

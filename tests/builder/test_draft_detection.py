@@ -11,15 +11,16 @@ from twostroke.builder.config import parse_config
 from twostroke.builder.draft_detection import detect_draft
 from twostroke.builder.inventory import inventory, target_inventory
 from twostroke.engines.errors import CheckpointError, ConfigError, TwostrokeError
-from twostroke.tests.checkpoints import F4, F4_PLAIN, with_overrides
+from twostroke.tests.checkpoints import F4, F4_PLAIN, F4_PREVIEW, with_overrides
 
 DSPARK = parse_config(F4, "config.json")
 PLAIN = parse_config(F4_PLAIN, "config.json")
-PREVIEW = parse_config(with_overrides(F4_PLAIN, num_nextn_predict_layers=1), "config.json")
+PREVIEW = parse_config(F4_PREVIEW, "config.json")
+PREVIEW_OF_TWO = parse_config(with_overrides(F4_PREVIEW, num_nextn_predict_layers=2), "config.json")
 
 TARGET_NAMES = [spec.name for spec in target_inventory(DSPARK)]
 DSPARK_NAMES = [spec.name for spec in inventory(DSPARK)]
-NEXTN_NAMES = [*TARGET_NAMES, *(f"mtp.0.{part}.weight" for part in ("enorm", "hnorm", "e_proj", "h_proj", "norm"))]
+NEXTN_NAMES = [spec.name for spec in inventory(PREVIEW)]
 
 
 def refusal(*arguments: Any) -> str:
@@ -65,12 +66,41 @@ def test_promised_nextn_without_tensors_warns_and_decodes_plainly(caplog: pytest
     assert "no mtp.* tensors" in caplog.text
 
 
-@pytest.mark.parametrize("requested", ["auto", "dspark", "mtp"])
-def test_nextn_is_refused_by_name_until_it_is_implemented(requested: str) -> None:
-    message = refusal(PREVIEW, NEXTN_NAMES, requested)
-    assert "NextN" in message
-    assert "not implemented yet" in message
-    assert "use 'none'" in message
+@pytest.mark.parametrize("requested", ["auto", "mtp"])
+def test_a_nextn_block_that_the_config_promises_means_mtp(requested: str) -> None:
+    assert detect_draft(PREVIEW, NEXTN_NAMES, requested) == "mtp"
+
+
+def test_dspark_on_a_nextn_block_says_which_method_fits() -> None:
+    message = refusal(PREVIEW, NEXTN_NAMES, "dspark")
+    assert "NextN block in mtp.{0}" in message
+    assert "use 'mtp'" in message
+
+
+@pytest.mark.parametrize("requested", ["auto", "mtp"])
+def test_several_nextn_blocks_are_refused(requested: str) -> None:
+    names = [*NEXTN_NAMES, *(name.replace("mtp.0.", "mtp.1.") for name in NEXTN_NAMES if name.startswith("mtp."))]
+    assert "one block is implemented" in refusal(PREVIEW_OF_TWO, names, requested)
+
+
+@pytest.mark.parametrize("requested", ["auto", "mtp"])
+@pytest.mark.parametrize(
+    ("config", "names", "promise", "found"),
+    [
+        (PLAIN, NEXTN_NAMES, "promises no drafter", "NextN block in mtp.{0}"),
+        (DSPARK, NEXTN_NAMES, "promise 3 DSpark stages", "NextN block in mtp.{0}"),
+        (PREVIEW_OF_TWO, NEXTN_NAMES, "num_nextn_predict_layers = 2", "NextN block in mtp.{0}"),
+        (PREVIEW, [*NEXTN_NAMES, "mtp.1.enorm.weight"], "num_nextn_predict_layers = 1", "mtp.{0,1}"),
+        (PREVIEW, [*NEXTN_NAMES, "mtp.0.main_proj.weight"], "promises NextN", "marks of DSpark and of NextN"),
+    ],
+)
+def test_a_nextn_block_that_contradicts_the_config_is_refused_with_both_findings(
+    config: Any, names: list[str], promise: str, found: str, requested: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        detect_draft(config, names, requested)
+    assert promise in str(caught.value)
+    assert found in str(caught.value)
 
 
 @pytest.mark.parametrize("requested", ["auto", "dspark"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from twostroke.builder.config import parse_config
-from twostroke.builder.inventory import dspark_inventory, inventory, target_inventory
-from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, with_overrides
+from twostroke.builder.inventory import dspark_inventory, inventory, nextn_inventory, target_inventory
+from twostroke.tests.checkpoints import F4, F4_PLAIN, F4_PREVIEW, FLASH_0731, with_overrides
 
 FLASH = parse_config(FLASH_0731, "config.json")
 
@@ -21,6 +21,23 @@ def test_plain_inventory_is_the_same_tensors_without_scales() -> None:
     plain = {spec.name for spec in inventory(FLASH)}
     quantised = [spec.name for spec in inventory(FLASH, quantised=True)]
     assert plain == {name for name in quantised if not name.endswith(".scale")}
+
+
+def test_the_preview_holds_one_nextn_block() -> None:
+    shapes = {spec.name: spec.shape for spec in inventory(parse_config(F4_PREVIEW, "config.json"))}
+    draft = {name.removeprefix("mtp.0."): shape for name, shape in shapes.items() if name.startswith("mtp.")}
+    assert draft["enorm.weight"] == draft["hnorm.weight"] == draft["norm.weight"] == (64,)
+    assert draft["e_proj.weight"] == draft["h_proj.weight"] == (64, 64)
+    assert draft["hc_head_fn"] == (2, 128)
+    assert draft["ffn.gate.bias"] == (4,)
+    assert not any("compressor" in name or "tid2eid" in name for name in draft)
+
+
+def test_the_nextn_block_of_the_release_has_its_published_size() -> None:
+    """About 3.594 GB (`spec/dspark.md` section 12)."""
+    preview = {name: value for name, value in FLASH_0731.items() if not name.startswith("dspark_")}
+    block = nextn_inventory(parse_config(preview, "config.json"), quantised=True)
+    assert round(sum(spec.nbytes for spec in block) / 1e6) == 3594
 
 
 def test_every_name_occurs_once() -> None:

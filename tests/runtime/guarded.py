@@ -52,7 +52,14 @@ class GuardedStep:
         self._arrays = arrays
         self._build = build
         self._after = after
-        self._check = {"target": self._target, "observe": self._observe, "propose": self._propose}[name]
+        checks = {
+            "target": self._target,
+            "observe": self._observe,
+            "propose": self._propose,
+            "pick": self._pick,
+            "next": self._next,
+        }
+        self._check = checks[name]
 
     def enqueue(self, stream: int = 0) -> None:
         self._check(self._arrays)
@@ -93,6 +100,25 @@ class GuardedStep:
         assert_within(given["slot"], len(given["valid_from"]))
         # The anchor stands below the limit, and a block is only drafted where a token may still follow it.
         assert_within(given["position"], self._build.max_seq_len - 1)
+
+    def _pick(self, given: Arrays) -> None:
+        assert len(given["slots"]) == len(given["tokens"]) == len(given["noise"]) == len(given["logits"]) >= 2
+        real = given["slots"][given["slots"] != SCRATCH_SLOT]
+        assert len(set(real.tolist())) == len(real)
+        assert given["slots"][-1] == SCRATCH_SLOT
+
+    def _next(self, given: Arrays) -> None:
+        """One row a request, for a token that stands behind the anchor; the last row is padding."""
+        slots, positions, row_start = given["slots"], given["positions"], given["row_start"]
+        assert len(slots) == len(positions) == len(given["token_ids"]) == len(row_start) >= 2
+        assert row_start.tolist() == list(range(len(slots)))
+        assert slots[-1] == SCRATCH_SLOT
+        assert_within(given["token_ids"], self._build.vocab_size)
+        real = slots != SCRATCH_SLOT
+        assert len(set(slots[real].tolist())) == real.sum()
+        for slot, position in zip(slots[real].tolist(), positions[real].tolist(), strict=True):
+            assert (slot, position - 1) in self._after, "the row before it was fed, or drafted"
+            self._after.setdefault((slot, position), -1)
 
     def _rows(self, given: Arrays) -> None:
         """Rows of a request: real ones first, of one slot, ascending by one; the others are scratch at position 0."""

@@ -12,6 +12,7 @@ from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.plugins.accept import SamplingSlots
 from twostroke.runtime.counters import EngineCounters
+from twostroke.runtime.flat_step import FlatStep
 from twostroke.runtime.page_table import PageTable
 from twostroke.runtime.prefill import Chunk, Prefill
 from twostroke.runtime.request import Progress, Request
@@ -19,7 +20,7 @@ from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
 from twostroke.runtime.slots import Slots
-from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
+from twostroke.runtime.speculation import DraftBlock, DraftMethod, Enqueue, draft_method
 from twostroke.runtime.state import State
 
 Rows = Mapping[str, np.ndarray]
@@ -113,7 +114,8 @@ class Oracle:
         state = State(manifest.state, 2, limits.pages + 1, poison=True)
         table = PageTable(2, limits.pages, limits.pages_per_slot, limits.tokens_per_page)
         slots, sampling = Slots(2), SamplingSlots(2, limits.vocab_size)
-        draft = DSpark(self.loaded.engines, state, manifest.speculative.draft_len)
+        make = draft_method(manifest.speculative.method)
+        draft = make(self.loaded.engines, state, manifest.speculative.draft_len)
         prefill = Prefill(self.loaded.engines["target"], draft, state, table, slots, sampling, limits, EngineCounters())
         slot = slots.take(depth=0)
         table.reserve(slot, len(sequence))
@@ -132,7 +134,33 @@ def assert_same_rows(found: Rows, expected: Rows) -> None:
         assert not np.isnan(rows).any(), name
 
 
-class ForcedDraft(DSpark):
+class WatchedDraft:
+    """The engine's own draft, with `proposed` called after every proposal."""
+
+    def __init__(self, loaded: LoadedEngine, state: State, draft_length: int) -> None:
+        self.real: DraftMethod = draft_method(loaded.manifest.speculative.method)(loaded.engines, state, draft_length)
+
+    @property
+    def block_length(self) -> int:
+        return self.real.block_length
+
+    def bind_propose(self, block: DraftBlock) -> Enqueue:
+        real = self.real.bind_propose(block)
+
+        def propose() -> None:
+            real()
+            self.proposed(block)
+
+        return propose
+
+    def bind_observe(self, step: FlatStep) -> Enqueue:
+        return self.real.bind_observe(step)
+
+    def proposed(self, block: DraftBlock) -> None:
+        """What a watch does with a block."""
+
+
+class ForcedDraft(WatchedDraft):
     """Observes as the real draft does, and proposes what `right` says, wrong from draft `wrong_at` on.
 
     `right(slot, position)` are the tokens that follow the anchor at `position`; `wrong_at(round)` is the offset of the
@@ -141,31 +169,25 @@ class ForcedDraft(DSpark):
 
     def __init__(
         self,
-        engines: Mapping[str, Engine],
+        loaded: LoadedEngine,
         state: State,
         draft_length: int,
         right: Callable[[int, int], Sequence[int]],
         wrong_at: Callable[[int], int],
     ) -> None:
-        super().__init__(engines, state, draft_length)
+        super().__init__(loaded, state, draft_length)
         self.right = right
         self.wrong_at = wrong_at
         self.rounds = 0
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        real = super().bind_propose(block)
+    def proposed(self, block: DraftBlock) -> None:
         vocab = block.noise.shape[2]
-
-        def propose() -> None:
-            real()
-            for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
-                if slot:
-                    tokens = [*self.right(slot, position), *[0] * self.block_length][: self.block_length]
-                    wrong = self.wrong_at(self.rounds + row)
-                    block.tokens[row] = [(token + (k >= wrong)) % vocab for k, token in enumerate(tokens)]
-            self.rounds += 1
-
-        return propose
+        for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
+            if slot:
+                tokens = [*self.right(slot, position), *[0] * self.block_length][: self.block_length]
+                wrong = self.wrong_at(self.rounds + row)
+                block.tokens[row] = [(token + (k >= wrong)) % vocab for k, token in enumerate(tokens)]
+        self.rounds += 1
 
 
 def forced_scheduler(
@@ -182,7 +204,7 @@ def forced_scheduler(
         return sequences[owner][position + 1 :]
 
     def make(engines: Mapping[str, Engine], state: State, draft_length: int) -> ForcedDraft:
-        return ForcedDraft(engines, state, draft_length, right, wrong_at)
+        return ForcedDraft(loaded, state, draft_length, right, wrong_at)
 
     scheduler = Scheduler(loaded, config, draft=make, poison=True)
     return scheduler

@@ -15,18 +15,26 @@ from twostroke.engines.loading import LoadedEngine
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.scheduler import Scheduler
-from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
+from twostroke.runtime.speculation import DraftBlock
 from twostroke.runtime.state import State
 from twostroke.tests.runtime.guarded import guarded
-from twostroke.tests.runtime.serving import Answer, Oracle, assert_same_rows, forced_scheduler, greedy, serve
+from twostroke.tests.runtime.serving import (
+    Answer,
+    Oracle,
+    WatchedDraft,
+    assert_same_rows,
+    forced_scheduler,
+    greedy,
+    serve,
+)
 
 BLOCK = 5
 STREAM = np.random.default_rng(7).integers(2, 319, size=64).tolist()
 
 
-@pytest.fixture(scope="module")
-def oracle(f4_engine: LoadedEngine) -> Oracle:
-    return Oracle(guarded(f4_engine))
+@pytest.fixture(scope="module", params=["dspark", "mtp"])
+def oracle(request: pytest.FixtureRequest, f4_engine: LoadedEngine, preview_engine: LoadedEngine) -> Oracle:
+    return Oracle(guarded(f4_engine if request.param == "dspark" else preview_engine))
 
 
 def assert_state_of_committed_tokens(
@@ -88,20 +96,14 @@ def test_any_mix_of_accepts_chunks_and_reused_slots_leaves_the_state_of_the_comm
     run_forced(oracle, [STREAM[:length] for length in lengths], 20, config, pattern)
 
 
-class RecordedDraft(DSpark):
+class RecordedDraft(WatchedDraft):
     """The real draft, with its first block of tokens and confidences kept."""
 
     first: tuple[np.ndarray, np.ndarray] | None = None
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        real = super().bind_propose(block)
-
-        def propose() -> None:
-            real()
-            if self.first is None:
-                self.first = block.tokens[0].copy(), block.confidence[0].copy()
-
-        return propose
+    def proposed(self, block: DraftBlock) -> None:
+        if self.first is None:
+            self.first = block.tokens[0].copy(), block.confidence[0].copy()
 
 
 @pytest.mark.parametrize("chunk", [8, 7, 5, 1])
@@ -110,7 +112,7 @@ def test_chunked_prefill_leaves_the_state_and_the_first_block_of_a_whole_one(ora
         drafts: list[RecordedDraft] = []
 
         def make(engines: Mapping[str, Engine], state: State, draft_length: int) -> RecordedDraft:
-            drafts.append(RecordedDraft(engines, state, draft_length))
+            drafts.append(RecordedDraft(oracle.loaded, state, draft_length))
             return drafts[0]
 
         config = RuntimeConfig(max_batch_size=1, max_num_tokens=budget)
@@ -143,14 +145,15 @@ def test_the_first_tokens_of_a_block_do_not_depend_on_the_draft_length(oracle: O
         def make(
             engines: Mapping[str, Engine], state: State, draft_length: int, drafts: list[RecordedDraft] = drafts
         ) -> RecordedDraft:
-            drafts.append(RecordedDraft(engines, state, draft_length))
+            drafts.append(RecordedDraft(oracle.loaded, state, draft_length))
             return drafts[0]
 
         scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=1, draft_length=depth), draft=make)
         serve(scheduler, [Request("a", STREAM[:21], greedy(3))])
         assert drafts[0].first is not None
         firsts.append(drafts[0].first[0].tolist())
-    assert all(first == firsts[0] for first in firsts)
+    assert len(firsts[-1]) == BLOCK
+    assert all(first == firsts[-1][: len(first)] for first in firsts)
 
 
 def test_a_reused_slot_shows_nothing_of_who_had_it_before(oracle: Oracle) -> None:
@@ -161,6 +164,6 @@ def test_a_reused_slot_shows_nothing_of_who_had_it_before(oracle: Oracle) -> Non
 def test_a_one_token_prompt_has_one_row_of_draft_context(oracle: Oracle) -> None:
     for depth in range(1, 6):
         run_forced(oracle, [[7], [0]], 12, RuntimeConfig(max_batch_size=2, draft_length=depth), [depth, 0])
-    context = {name: rows for name, rows in oracle.states([7, 8])[1].items() if name.endswith(".context")}
+    context = {name: rows for name, rows in oracle.states([7, 8])[1].items() if name.startswith("mtp.")}
     assert context
     assert all(rows.shape[0] == 1 for rows in context.values())

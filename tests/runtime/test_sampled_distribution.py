@@ -14,7 +14,7 @@ from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
-from twostroke.tests.checkpoints import TINY8
+from twostroke.tests.checkpoints import PREVIEW8, TINY8
 from twostroke.tests.engines import engine_directory
 
 PROMPT = (3, 5, 2, 7, 1)
@@ -22,9 +22,10 @@ ROUNDS = 6000
 LENGTH = 3
 
 
-@pytest.fixture(scope="module")
-def tiny8() -> LoadedEngine:
-    return load_engine_directory(engine_directory(TINY8, tokenizer=False))
+@pytest.fixture(scope="module", params=["dspark", "mtp"])
+def tiny8(request: pytest.FixtureRequest) -> LoadedEngine:
+    config = TINY8 if request.param == "dspark" else PREVIEW8
+    return load_engine_directory(engine_directory(config, tokenizer=False))
 
 
 def answers(

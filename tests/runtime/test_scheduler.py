@@ -26,9 +26,9 @@ RANDOM = np.random.default_rng(11)
 PROMPTS = [RANDOM.integers(2, 319, size=length).tolist() for length in (1, 2, 5, 8, 13, 21, 34, 55)]
 
 
-@pytest.fixture(scope="module")
-def oracle(f4_engine: LoadedEngine) -> Oracle:
-    return Oracle(guarded(f4_engine))
+@pytest.fixture(scope="module", params=["dspark", "mtp"])
+def oracle(request: pytest.FixtureRequest, f4_engine: LoadedEngine, preview_engine: LoadedEngine) -> Oracle:
+    return Oracle(guarded(f4_engine if request.param == "dspark" else preview_engine))
 
 
 def requests_for(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
