@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from twostroke.builder.config import DeepseekV4Config
-from twostroke.builder.networks.deepseek_v4 import TOKENS_PER_PAGE, DeepseekV4
+from twostroke.builder import draft_detection
+from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
+from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
+from twostroke.builder.networks import deepseek_v4
 from twostroke.builder.networks.dspark import Observe, Propose
 from twostroke.builder.networks.layers import StepSpec
+from twostroke.builder.strict_json import Fields
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,23 @@ class TargetNetwork(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """How to make a target network, `network(config, draft_len, max_seq_len, taps)`, and its page size."""
+    """A family of checkpoints, by `model_type`. The config that `parse` returns is what all others take.
 
+    `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
+    names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
+    `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`.
+    """
+
+    parse: Callable[[Fields], ModelConfig]
+    target_tensors: Callable[..., tuple[TensorSpec, ...]]
+    all_tensors: Callable[..., tuple[TensorSpec, ...]]
+    draft_prefix: Callable[..., str]
+    detect_draft: Callable[..., str]
     network: Callable[..., TargetNetwork]
     tokens_per_page: int
 
 
-def _no_draft(config: DeepseekV4Config) -> Draft:
+def _no_draft(config: ModelConfig) -> Draft:
     return Draft(0, (), 0, lambda: ())
 
 
@@ -52,5 +65,15 @@ def _dspark(config: DeepseekV4Config) -> Draft:
     return Draft(dspark.block_size, layers, len(layers) * config.hidden_size, steps)
 
 
-TARGETS: Mapping[str, Target] = {"deepseek_v4": Target(DeepseekV4, TOKENS_PER_PAGE)}
-DRAFTS: Mapping[str, Callable[[DeepseekV4Config], Draft]] = {"none": _no_draft, "dspark": _dspark}
+_DEEPSEEK_V4 = Target(
+    parse_deepseek_v4,
+    target_inventory,
+    inventory,
+    lambda config: "mtp.",
+    draft_detection.detect_draft,
+    deepseek_v4.DeepseekV4,
+    deepseek_v4.TOKENS_PER_PAGE,
+)
+
+TARGETS: Mapping[str, Target] = {"deepseek_v4": _DEEPSEEK_V4}
+DRAFTS: Mapping[str, Callable[..., Draft]] = {"none": _no_draft, "dspark": _dspark}
