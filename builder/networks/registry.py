@@ -9,7 +9,7 @@ from typing import Protocol
 from twostroke.builder import draft_detection
 from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
 from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
-from twostroke.builder.networks import deepseek_v4
+from twostroke.builder.networks import deepseek_v4, deepseek_v32
 from twostroke.builder.networks.dspark import Observe, Propose
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.builder.strict_json import Fields
@@ -75,5 +75,15 @@ _DEEPSEEK_V4 = Target(
     deepseek_v4.TOKENS_PER_PAGE,
 )
 
-TARGETS: Mapping[str, Target] = {"deepseek_v4": _DEEPSEEK_V4}
+_DEEPSEEK_V32 = Target(
+    deepseek_v32.parse_config,
+    deepseek_v32.target_tensors,
+    deepseek_v32.all_tensors,
+    deepseek_v32.draft_prefix,
+    deepseek_v32.detect_draft,
+    deepseek_v32.DeepseekV32,
+    deepseek_v32.TOKENS_PER_PAGE,
+)
+
+TARGETS: Mapping[str, Target] = {"deepseek_v4": _DEEPSEEK_V4, "deepseek_v32": _DEEPSEEK_V32}
 DRAFTS: Mapping[str, Callable[..., Draft]] = {"none": _no_draft, "dspark": _dspark}
