@@ -6,6 +6,7 @@ Nothing here needs a GPU and no weight is read before every check has passed.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ import onnx_ir as ir
 
 import twostroke
 from twostroke.builder.checkpoint import Checkpoint
-from twostroke.builder.draft_detection import detect_draft
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
-from twostroke.builder.inventory import inventory, target_inventory
 from twostroke.builder.networks.registry import DRAFTS, TARGETS
+from twostroke.builder.strict_json import shown_list
 from twostroke.builder.weights import collect, parameters_of
 from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
@@ -37,6 +37,8 @@ from twostroke.engines.onnxruntime import versions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 DEFAULT_MAX_SEQ_LEN = 8192
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`."""
@@ -64,11 +66,12 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
     checkpoint = Checkpoint.open(checkpoint_folder)
     config = checkpoint.config
-    method = detect_draft(config, checkpoint.entries, options.draft)
-    if method == "none":
-        checkpoint.skip("mtp.")
-    checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
-    draft, target = DRAFTS[method](config, options.max_draft_len), TARGETS["deepseek_v4"]
+    target = TARGETS[config.model_type]
+    method = target.detect_draft(config, checkpoint.entries, options.draft)
+    if method == "none" and (skipped := checkpoint.skip(target.draft_prefix(config))):
+        _log.warning("draft method none: %d tensors are left out: %s", len(skipped), shown_list(skipped))
+    checkpoint.check(target.target_tensors(config) if method == "none" else target.all_tensors(config))
+    draft = DRAFTS[method](config, options.max_draft_len)
     eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)

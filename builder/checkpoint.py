@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from twostroke.builder.config import DeepseekV4Config, load_config
+from twostroke.builder.config import load_config
 from twostroke.builder.inventory import DTYPE_BYTES, TensorSpec
 from twostroke.builder.strict_json import named, parse_json_object, read_json_object, shown, shown_list
 from twostroke.engines.errors import CheckpointError
@@ -35,8 +35,9 @@ _TORCH_DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
-# One byte per element: FP8 values, E8M0 scales, or two packed FP4 values (I8, U8). V4 has no plain 8-bit tensor.
+# One byte per element: FP8 values, E8M0 scales, or two packed FP4 values (I8, U8). No family has a plain 8-bit tensor.
 _QUANTISED = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "E8M0 scale", "I8": "packed FP4", "U8": "packed FP4"}
+_SCALES = ("scale", "weight_scale_inv")  # as V4 and as V3.2 call the scale beside a quantised weight
 _NOT_READ_YET = "quantised weights are not read yet; convert to bf16"
 
 
@@ -52,9 +53,12 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of one folder and a ledger of which were consumed. Make it with `Checkpoint.open`."""
+    """The tensors of one folder and a ledger of which were consumed. Make it with `Checkpoint.open`.
 
-    def __init__(self, folder: Path, config: DeepseekV4Config, entries: Mapping[str, TensorEntry]) -> None:
+    `config` is the ModelConfig of the checkpoint's family.
+    """
+
+    def __init__(self, folder: Path, config: Any, entries: Mapping[str, TensorEntry]) -> None:
         self.folder = folder
         self.config = config
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(entries))
@@ -94,7 +98,8 @@ class Checkpoint:
         """
         specs = {spec.name: spec for spec in inventory}
         quantised = {name for name, spec in specs.items() if name in self.entries and self._is_quantised(spec)}
-        scales = {f"{name.removesuffix('.weight')}.scale" for name in quantised} - specs.keys()
+        stems = [name.removesuffix(".weight") for name in quantised]
+        scales = {f"{stem}.{scale}" for stem in stems for scale in _SCALES} - specs.keys()
         unknown = self.entries.keys() - specs.keys() - self.skipped - scales
         missing = [name for name in specs if name not in self.entries]
         problems = [f"missing tensor {name} {list(specs[name].shape)}" for name in missing]

@@ -71,23 +71,24 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
 def inspect_checkpoint(folder: Path) -> dict[str, Any]:
     """Model, draft method, tensors and bytes by component. Raises as `Checkpoint.open` and `check` do."""
     from twostroke.builder.checkpoint import Checkpoint
-    from twostroke.builder.draft_detection import detect_draft
-    from twostroke.builder.inventory import inventory, target_inventory
+    from twostroke.builder.networks.registry import DRAFTS, TARGETS
 
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
-    method = detect_draft(config, checkpoint.entries)
-    checkpoint.check(target_inventory(config) if method == "none" else inventory(config))
+    target = TARGETS[config.model_type]
+    method = target.detect_draft(config, checkpoint.entries)
+    checkpoint.check(target.target_tensors(config) if method == "none" else target.all_tensors(config))
+    draft_prefix = target.draft_prefix(config)
     components: dict[str, int] = {}
     for name, entry in checkpoint.entries.items():
-        part = "draft" if name.startswith("mtp.") else "experts" if ".experts." in name else "target"
+        part = "draft" if name.startswith(draft_prefix) else "experts" if ".experts." in name else "target"
         components[part] = components.get(part, 0) + entry.nbytes
-    kinds = {kind: config.layer_types.count(kind) for kind in dict.fromkeys(config.layer_types)}
+    kinds = {kind: config.layer_kinds.count(kind) for kind in dict.fromkeys(config.layer_kinds)}
     return {
         "checkpoint": str(folder),
-        "model_type": "deepseek_v4",
+        "model_type": config.model_type,
         "draft": method,
-        "draft_block_size": config.dspark.block_size if config.dspark else 0,
+        "draft_block_size": DRAFTS[method](config).block_size,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "max_position_embeddings": config.max_position_embeddings,

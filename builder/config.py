@@ -1,18 +1,19 @@
-"""A checkpoint's config.json as frozen dataclasses.
+"""A checkpoint's config.json as frozen dataclasses: what every family shares, and the fields of DeepSeek-V4.
 
 Every field is read, checked and accounted for: a missing one, a wrong type or range, a value that is not implemented
-and a name that is not known are errors. Nothing falls back to built-in values. Field names are those of the
-V4-Flash-0731 config.json (`spec/deepseek_v4.md` section 2).
+and a name that is not known are errors. Nothing falls back to built-in values. `model_type` chooses the family in
+`networks.registry.TARGETS`. V4's field names are those of the V4-Flash-0731 config.json (`spec/deepseek_v4.md`
+section 2).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from twostroke.builder.strict_json import Fields, read_json_object, shown
 from twostroke.engines.errors import ConfigError
@@ -60,17 +61,49 @@ UNSUPPORTED_MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v41_text": "V4.1 is a different network (single-pass hyper-connections, engram, ratios 1 and 2)",
 }
 
-_SIZE = (1, 1 << 24)
+SIZE = (1, 1 << 24)
+"""Range of every dimension."""
+
+_Reading = TypeVar("_Reading")
+
+
+class ModelConfig(Protocol):
+    """What the build asks of any family's config."""
+
+    model_type: ClassVar[str]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def bos_token_id(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """A word for each layer, for people."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN, applied to layers with a compressor only. No attention factor: cos and sin are not rescaled."""
+    """YaRN. No attention factor: cos and sin are not rescaled. V4 applies it to layers with a compressor only.
+
+    V3.2 multiplies the softmax scale by (0.1 * mscale * ln(factor) + 1)^2, V4 does not: `mscale` 0.
+    """
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
+    mscale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +127,8 @@ class DSparkConfig:
 @dataclass(frozen=True)
 class DeepseekV4Config:
     """One DeepSeek-V4 target and, where the checkpoint has one, its DSpark drafter."""
+
+    model_type: ClassVar[str] = "deepseek_v4"
 
     vocab_size: int
     hidden_size: int
@@ -131,9 +166,17 @@ class DeepseekV4Config:
     num_nextn_predict_layers: int  # NextN blocks the config promises; means nothing when `dspark` is set
     dspark: DSparkConfig | None
 
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The layer types."""
+        return self.layer_types
 
-def load_config(folder: Path | str) -> DeepseekV4Config:
-    """The config of the checkpoint in `folder`. Raises ConfigError in one sentence for every way it cannot be used."""
+
+def load_config(folder: Path | str) -> Any:
+    """The config of the checkpoint in `folder`, of its family's class.
+
+    Raises ConfigError in one sentence for every way it cannot be used.
+    """
     folder = Path(folder)
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist; expected a checkpoint folder")
@@ -143,48 +186,63 @@ def load_config(folder: Path | str) -> DeepseekV4Config:
     return parse_config(read_json_object(path, ConfigError, limit=1 << 24), str(path))
 
 
-def parse_config(values: Mapping[str, Any], where: str) -> DeepseekV4Config:
-    """A config.json object, checked. `where` names the file in errors. Raises ConfigError."""
+def parse_config(values: Mapping[str, Any], where: str) -> Any:
+    """A config.json object, checked, as the class of its family. `where` names the file in errors. Raises ConfigError.
+
+    The result is a `ModelConfig`; which one, only the file knows.
+    """
+    from twostroke.builder.networks.registry import TARGETS  # here: networks are written in terms of this module
+
     fields = Fields(values, where)
-    _check_model_type(fields)
-    for name, only in ONLY_VALUE.items():
+    found = fields.take("model_type")
+    if not isinstance(found, str) or found not in TARGETS:
+        reason = UNSUPPORTED_MODEL_TYPES.get(found) if isinstance(found, str) else None
+        note = f" ({reason})" if reason else ""
+        raise fields.refused("model_type", found, f"supported model types: {', '.join(TARGETS)}{note}")
+    check_unquantised(fields)
+    return TARGETS[found].parse(fields)
+
+
+def check_only_values(fields: Fields, only_value: Mapping[str, Any], note: Mapping[str, str]) -> None:
+    """Refuses a field whose value is not the one implemented, with what `note` says about it."""
+    for name, only in only_value.items():
         found = fields.take(name, only)
         if found != only or isinstance(found, bool) != isinstance(only, bool):
-            raise fields.refused(name, found, f"only {json.dumps(only)} is implemented{ONLY_NOTE.get(name, '')}")
-    _check_unquantised(fields)
+            raise fields.refused(name, found, f"only {json.dumps(only)} is implemented{note.get(name, '')}")
 
+
+def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
+    """The fields of a V4 config. Raises ConfigError."""
+    check_only_values(fields, ONLY_VALUE, ONLY_NOTE)
     layers = fields.integer("num_hidden_layers", 1, 1024)
-    heads = fields.integer("num_attention_heads", *_SIZE)
-    vocab = fields.integer("vocab_size", 2, _SIZE[1])
-    head_dim = fields.integer("head_dim", *_SIZE)
+    heads = fields.integer("num_attention_heads", *SIZE)
+    vocab = fields.integer("vocab_size", 2, SIZE[1])
+    head_dim = fields.integer("head_dim", *SIZE)
     experts = fields.integer("n_routed_experts", 1, 4096)
     rope_theta, compress_rope_theta, rope_scaling = _rope(fields, head_dim)
     dspark = _dspark(fields, layers, vocab)
     ratios, layer_types = _layers(fields, layers)
-    eos = fields.take("eos_token_id")
-    if not isinstance(eos, int | list):
-        raise fields.refused("eos_token_id", eos, "expected a token id or a list of token ids")
     config = DeepseekV4Config(
         vocab_size=vocab,
-        hidden_size=fields.integer("hidden_size", *_SIZE),
+        hidden_size=fields.integer("hidden_size", *SIZE),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         head_dim=head_dim,
         qk_rope_head_dim=fields.integer("qk_rope_head_dim", 2, head_dim),
-        q_lora_rank=fields.integer("q_lora_rank", *_SIZE),
+        q_lora_rank=fields.integer("q_lora_rank", *SIZE),
         o_groups=fields.integer("o_groups", 1, heads),
-        o_lora_rank=fields.integer("o_lora_rank", *_SIZE),
-        sliding_window=fields.integer("sliding_window", *_SIZE),
+        o_lora_rank=fields.integer("o_lora_rank", *SIZE),
+        sliding_window=fields.integer("sliding_window", *SIZE),
         compress_ratios=ratios,
         layer_types=layer_types,
         compress_rope_theta=compress_rope_theta,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position_embeddings=fields.integer("max_position_embeddings", 1, (1 << 31) - 1),
-        index_n_heads=fields.integer("index_n_heads", *_SIZE),
-        index_head_dim=fields.integer("index_head_dim", *_SIZE),
-        index_topk=fields.integer("index_topk", *_SIZE),
-        moe_intermediate_size=fields.integer("moe_intermediate_size", *_SIZE),
+        index_n_heads=fields.integer("index_n_heads", *SIZE),
+        index_head_dim=fields.integer("index_head_dim", *SIZE),
+        index_topk=fields.integer("index_topk", *SIZE),
+        moe_intermediate_size=fields.integer("moe_intermediate_size", *SIZE),
         n_routed_experts=experts,
         n_shared_experts=ONLY_VALUE["n_shared_experts"],
         num_experts_per_tok=fields.integer("num_experts_per_tok", 1, experts),
@@ -196,8 +254,8 @@ def parse_config(values: Mapping[str, Any], where: str) -> DeepseekV4Config:
         hc_eps=fields.positive("hc_eps"),
         rms_norm_eps=fields.positive("rms_norm_eps"),
         bos_token_id=fields.integer("bos_token_id", 0, vocab - 1),
-        eos_token_ids=fields.integers("eos_token_id", [eos] if isinstance(eos, int) else eos, 0, vocab - 1),
-        torch_dtype=_dtype(fields),
+        eos_token_ids=read_eos(fields, vocab),
+        torch_dtype=read_dtype(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
         dspark=dspark,
     )
@@ -206,15 +264,8 @@ def parse_config(values: Mapping[str, Any], where: str) -> DeepseekV4Config:
     return config
 
 
-def _check_model_type(fields: Fields) -> None:
-    found = fields.take("model_type")
-    if found != "deepseek_v4":
-        reason = UNSUPPORTED_MODEL_TYPES.get(found) if isinstance(found, str) else None
-        note = f" ({reason})" if reason else ""
-        raise fields.refused("model_type", found, f"supported model types: deepseek_v4{note}")
-
-
-def _check_unquantised(fields: Fields) -> None:
+def check_unquantised(fields: Fields) -> None:
+    """Refuses the fields that announce quantised weights."""
     found = fields.take("quantization_config", None)
     if found is not None:
         raise fields.refused("quantization_config", found, "quantised weights are not read yet; convert to bf16")
@@ -223,7 +274,15 @@ def _check_unquantised(fields: Fields) -> None:
         raise fields.refused("expert_dtype", found, "quantised weights are not read yet; convert to bf16")
 
 
-def _dtype(fields: Fields) -> str:
+def read_eos(fields: Fields, vocab: int) -> tuple[int, ...]:
+    """`eos_token_id`, one id or a list."""
+    eos = fields.take("eos_token_id")
+    if not isinstance(eos, int | list):
+        raise fields.refused("eos_token_id", eos, "expected a token id or a list of token ids")
+    return fields.integers("eos_token_id", [eos] if isinstance(eos, int) else eos, 0, vocab - 1)
+
+
+def read_dtype(fields: Fields) -> str:
     """`torch_dtype` or its newer name `dtype`. FP16 is not accepted: tapped hidden rows overflow it."""
     names = [name for name in ("torch_dtype", "dtype") if fields.take(name, None) is not None]
     if not names:
@@ -261,27 +320,39 @@ def _layers(fields: Fields, layers: int) -> tuple[tuple[int, ...], tuple[str, ..
     return ratios, tuple(types)
 
 
-def _rope(fields: Fields, head_dim: int) -> tuple[float, float, RopeScaling | None]:
-    """(rope_theta, compress_rope_theta, scaling) from `rope_scaling`, `rope_parameters` and the two theta fields."""
-    readings = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        found = fields.take(name, None)
-        if found is not None:
-            readings[name] = _rope_dictionary(fields, name, found, head_dim)
-    if len(readings) == 2 and readings["rope_scaling"] != readings["rope_parameters"]:
+def rope_spellings(fields: Fields, read: Callable[[str, object], _Reading], nothing: _Reading) -> _Reading:
+    """`read(name, value)` of `rope_scaling` or of `rope_parameters`, its newer name; `nothing` where both are absent.
+
+    Both may be there if they say the same.
+    """
+    names = ("rope_scaling", "rope_parameters")
+    readings = [read(name, fields.values[name]) for name in names if fields.take(name, None) is not None]
+    if len(readings) == 2 and readings[0] != readings[1]:
         raise fields.refused(
             "rope_scaling",
             fields.values["rope_scaling"],
             f"but rope_parameters is {shown(fields.values['rope_parameters'])}; keep one of the two spellings",
         )
-    main, compress, scaling = next(iter(readings.values()), (None, None, None))
-    thetas = []
-    for name, inner in (("rope_theta", main), ("compress_rope_theta", compress)):
-        theta = fields.positive(name, ... if inner is None else inner)
-        if inner is not None and theta != inner:
-            raise fields.refused(name, theta, f"but the rope dictionary says {inner}; they must agree")
-        thetas.append(theta)
-    return thetas[0], thetas[1], scaling
+    return readings[0] if readings else nothing
+
+
+def read_theta(fields: Fields, name: str, inner: float | None) -> float:
+    """Field `name`, which may be missing where a rope dictionary says `inner`, and must agree with it."""
+    theta = fields.positive(name, ... if inner is None else inner)
+    if inner is not None and theta != inner:
+        raise fields.refused(name, theta, f"but the rope dictionary says {inner}; they must agree")
+    return theta
+
+
+def _rope(fields: Fields, head_dim: int) -> tuple[float, float, RopeScaling | None]:
+    """(rope_theta, compress_rope_theta, scaling) from `rope_scaling`, `rope_parameters` and the two theta fields."""
+
+    def read(name: str, found: object) -> _RopeReading:
+        return _rope_dictionary(fields, name, found, head_dim)
+
+    nothing: _RopeReading = (None, None, None)
+    main, compress, scaling = rope_spellings(fields, read, nothing)
+    return read_theta(fields, "rope_theta", main), read_theta(fields, "compress_rope_theta", compress), scaling
 
 
 _RopeReading = tuple[float | None, float | None, RopeScaling | None]  # theta of main, theta of compress, scaling
@@ -292,18 +363,21 @@ def _rope_dictionary(fields: Fields, name: str, found: object, head_dim: int) ->
     if not isinstance(found, Mapping):
         raise fields.refused(name, found, "expected an object or null")
     if not found.keys() & {"main", "compress"}:
-        theta, scaling = _rope_section(fields, name, found, head_dim)
+        theta, scaling = rope_section(fields, name, found, head_dim)
         return theta, None, scaling
     if found.keys() != {"main", "compress"}:
         raise fields.refused(name, found, "expected exactly the two sections main and compress, or neither")
-    main, main_scaling = _rope_section(fields, f"{name}.main", found["main"], head_dim)
+    main, main_scaling = rope_section(fields, f"{name}.main", found["main"], head_dim)
     if main_scaling is not None:
         raise fields.refused(f"{name}.main", found["main"], "layers without a compressor are never scaled in V4")
-    compress, scaling = _rope_section(fields, f"{name}.compress", found["compress"], head_dim)
+    compress, scaling = rope_section(fields, f"{name}.compress", found["compress"], head_dim)
     return main, compress, scaling
 
 
-def _rope_section(fields: Fields, name: str, found: object, head_dim: int) -> tuple[float | None, RopeScaling | None]:
+def rope_section(
+    fields: Fields, name: str, found: object, head_dim: int, *, mscale: bool = False
+) -> tuple[float | None, RopeScaling | None]:
+    """(theta, YaRN scaling) of one flat dictionary, None where it has none; `mscale`: whether the family has that."""
     if not isinstance(found, Mapping):
         raise fields.refused(name, found, "expected an object")
     section = Fields(found, fields.where, prefix=f"{name}.")
@@ -327,8 +401,12 @@ def _rope_section(fields: Fields, name: str, found: object, head_dim: int) -> tu
             original_max_position_embeddings=section.integer("original_max_position_embeddings", 1, 1 << 31),
             beta_fast=section.positive("beta_fast"),
             beta_slow=section.positive("beta_slow"),
+            mscale=section.positive("mscale_all_dim") if mscale else 0.0,
         )
-        # V4 multiplies cos and sin by nothing; generic YaRN code would use about 1.277.
+        if mscale and section.positive("mscale") != scaling.mscale:
+            accepted = f"but mscale_all_dim is {found['mscale_all_dim']}; only equal values are implemented"
+            raise section.refused("mscale", found["mscale"], accepted)
+        # cos and sin are multiplied by nothing; generic YaRN code would use about 1.277 for V4.
         if section.take("attention_factor", 1) not in (1, None):
             raise section.refused("attention_factor", found["attention_factor"], "only 1 is implemented")
     elif kind != "default":
@@ -388,7 +466,7 @@ def _dspark(fields: Fields, layers: int, vocab: int) -> DSparkConfig | None:
         block_size=reader.integer("block_size", 1, 64),
         noise_token_id=reader.integer("noise_token_id", 0, vocab - 1),
         target_layer_ids=ids,
-        markov_rank=reader.integer("markov_rank", *_SIZE),
+        markov_rank=reader.integer("markov_rank", *SIZE),
         markov_head_type=kind,
         enable_confidence_head=merged.get("enable_confidence_head", True),
         confidence_head_with_markov=merged.get("confidence_head_with_markov", True),

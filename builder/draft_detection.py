@@ -1,4 +1,4 @@
-"""Which drafter a checkpoint holds, from its config and its tensor names together.
+"""Which drafter a DeepSeek-V4 checkpoint holds, from its config and its tensor names together.
 
 `mtp.*` names two different things: the DSpark stages of the 0731 release and the NextN block of the Preview. Loading
 one as the other half-succeeds, so both findings must agree before a weight is read (`spec/dspark.md` sections 11, 12).
@@ -55,8 +55,7 @@ def detect_draft(
     request does not fit what is there, CheckpointError when config and files contradict each other; both name both
     findings. A config that promises NextN without tensors is common (the field is misleading): a warning, no drafter.
     """
-    if requested not in METHODS:
-        raise ConfigError(f"draft method {requested!r} is not known; accepted: {', '.join(METHODS)}")
+    check_requested(requested)
     if requested == "none":
         return "none"
     files = _read_names(tensor_names)
@@ -79,6 +78,12 @@ def detect_draft(
     if files.stages != tuple(range(config.dspark.stages)):
         raise CheckpointError(f"config and files contradict each other: {promise}, but {files}; the counts must agree")
     return "dspark"
+
+
+def check_requested(requested: str) -> None:
+    """Raises ConfigError for a draft method that nobody knows."""
+    if requested not in METHODS:
+        raise ConfigError(f"draft method {requested!r} is not known; accepted: {', '.join(METHODS)}")
 
 
 def _read_names(tensor_names: Iterable[str]) -> _Files:

@@ -1,4 +1,5 @@
-"""Every tensor a checkpoint must hold, in its original names, derived from the config.
+"""Every tensor a checkpoint must hold, in its original names, derived from the config: the form of such a list, and
+DeepSeek-V4's. The lists of other families stand beside their networks.
 
 Sources: `spec/deepseek_v4.md` section 10.1, `spec/dspark.md` sections 11 and 12. The inventory of the release's own
 numbers, scales included, reproduces its published tensor and byte counts exactly.
@@ -20,8 +21,8 @@ DTYPE_BYTES = {
 FP8_BLOCK = 128  # weights per scale along both axes
 FP4_GROUP = 32  # weights per scale along the row
 
-_WEIGHT = ("BF16", "F32")
-_FLOAT = ("F32", "BF16")  # kept in F32 by the release: hyper-connections, sinks, ape, gate bias
+WEIGHT_DTYPES = ("BF16", "F32")
+FLOAT_DTYPES = ("F32", "BF16")  # kept in F32 by a release: hyper-connections, sinks, ape, gate bias
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def nextn_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tup
 
 def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
     D = config.hidden_size
-    yield TensorSpec("embed.weight", (config.vocab_size, D), _WEIGHT)
+    yield TensorSpec("embed.weight", (config.vocab_size, D), WEIGHT_DTYPES)
     for layer, (kind, ratio) in enumerate(zip(config.layer_types, config.compress_ratios, strict=True)):
         prefix = f"layers.{layer}."
         yield from _block(config, prefix, quantised, hashed=layer < config.num_hash_layers)
@@ -80,11 +81,11 @@ def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
             indexer = f"{prefix}attn.indexer."
             width = config.index_n_heads * config.index_head_dim
             yield from _linear(f"{indexer}wq_b", width, config.q_lora_rank, quantised)
-            yield TensorSpec(f"{indexer}weights_proj.weight", (config.index_n_heads, D), _WEIGHT)
+            yield TensorSpec(f"{indexer}weights_proj.weight", (config.index_n_heads, D), WEIGHT_DTYPES)
             yield from _compressor(config, f"{indexer}compressor.", ratio, config.index_head_dim, overlapping=True)
-    yield TensorSpec("norm.weight", (D,), _WEIGHT)
+    yield TensorSpec("norm.weight", (D,), WEIGHT_DTYPES)
     yield from _hc_head(config, "")
-    yield TensorSpec("head.weight", (config.vocab_size, D), _WEIGHT)
+    yield TensorSpec("head.weight", (config.vocab_size, D), WEIGHT_DTYPES)
 
 
 def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
@@ -92,16 +93,16 @@ def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
     assert dspark is not None
     last = f"mtp.{dspark.stages - 1}."
     yield from _linear("mtp.0.main_proj", D, dspark.stages * D, quantised)
-    yield TensorSpec("mtp.0.main_norm.weight", (D,), _WEIGHT)
+    yield TensorSpec("mtp.0.main_norm.weight", (D,), WEIGHT_DTYPES)
     for stage in range(dspark.stages):
         yield from _block(config, f"mtp.{stage}.", quantised, hashed=False)
-    yield TensorSpec(f"{last}norm.weight", (D,), _WEIGHT)
+    yield TensorSpec(f"{last}norm.weight", (D,), WEIGHT_DTYPES)
     yield from _hc_head(config, last)
     for name in ("markov_w1", "markov_w2"):
-        yield TensorSpec(f"{last}markov_head.{name}.weight", (config.vocab_size, dspark.markov_rank), _WEIGHT)
+        yield TensorSpec(f"{last}markov_head.{name}.weight", (config.vocab_size, dspark.markov_rank), WEIGHT_DTYPES)
     if dspark.enable_confidence_head:
         width = D + (dspark.markov_rank if dspark.confidence_head_with_markov else 0)
-        yield TensorSpec(f"{last}confidence_head.proj.weight", (1, width), _WEIGHT)
+        yield TensorSpec(f"{last}confidence_head.proj.weight", (1, width), WEIGHT_DTYPES)
 
 
 def _nextn(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
@@ -120,25 +121,25 @@ def _block(config: DeepseekV4Config, prefix: str, quantised: bool, hashed: bool)
     streams = config.hc_mult
     mixes = (2 + streams) * streams  # pre, post, and the mixing matrix
     for site in ("attn", "ffn"):
-        yield TensorSpec(f"{prefix}{site}_norm.weight", (D,), _WEIGHT)
-        yield TensorSpec(f"{prefix}hc_{site}_fn", (mixes, streams * D), _FLOAT)
-        yield TensorSpec(f"{prefix}hc_{site}_base", (mixes,), _FLOAT)
-        yield TensorSpec(f"{prefix}hc_{site}_scale", (3,), _FLOAT)
+        yield TensorSpec(f"{prefix}{site}_norm.weight", (D,), WEIGHT_DTYPES)
+        yield TensorSpec(f"{prefix}hc_{site}_fn", (mixes, streams * D), FLOAT_DTYPES)
+        yield TensorSpec(f"{prefix}hc_{site}_base", (mixes,), FLOAT_DTYPES)
+        yield TensorSpec(f"{prefix}hc_{site}_scale", (3,), FLOAT_DTYPES)
     attn, grouped = f"{prefix}attn.", config.o_groups * config.o_lora_rank
-    yield TensorSpec(f"{attn}attn_sink", (heads,), _FLOAT)
-    yield TensorSpec(f"{attn}q_norm.weight", (config.q_lora_rank,), _WEIGHT)
-    yield TensorSpec(f"{attn}kv_norm.weight", (head_dim,), _WEIGHT)
+    yield TensorSpec(f"{attn}attn_sink", (heads,), FLOAT_DTYPES)
+    yield TensorSpec(f"{attn}q_norm.weight", (config.q_lora_rank,), WEIGHT_DTYPES)
+    yield TensorSpec(f"{attn}kv_norm.weight", (head_dim,), WEIGHT_DTYPES)
     yield from _linear(f"{attn}wq_a", config.q_lora_rank, D, quantised)
     yield from _linear(f"{attn}wq_b", heads * head_dim, config.q_lora_rank, quantised)
     yield from _linear(f"{attn}wkv", head_dim, D, quantised)
     yield from _linear(f"{attn}wo_a", grouped, heads // config.o_groups * head_dim, quantised)
     yield from _linear(f"{attn}wo_b", D, grouped, quantised)
     ffn, experts, width = f"{prefix}ffn.", config.n_routed_experts, config.moe_intermediate_size
-    yield TensorSpec(f"{ffn}gate.weight", (experts, D), _WEIGHT)
+    yield TensorSpec(f"{ffn}gate.weight", (experts, D), WEIGHT_DTYPES)
     if hashed:
         yield TensorSpec(f"{ffn}gate.tid2eid", (config.vocab_size, config.num_experts_per_tok), ("I64",))
     else:
-        yield TensorSpec(f"{ffn}gate.bias", (experts,), _FLOAT)
+        yield TensorSpec(f"{ffn}gate.bias", (experts,), FLOAT_DTYPES)
     for expert in range(experts):
         for name, shape in (("w1", (width, D)), ("w2", (D, width)), ("w3", (width, D))):
             yield from _expert(f"{ffn}experts.{expert}.{name}", *shape, quantised)
@@ -151,23 +152,23 @@ def _compressor(
 ) -> Iterator[TensorSpec]:
     """A KV compressor. The overlapping form (CSA) projects two halves: for the next window and for the current one."""
     width = 2 * head_dim if overlapping else head_dim
-    yield TensorSpec(f"{prefix}ape", (ratio, width), _FLOAT)
-    yield TensorSpec(f"{prefix}norm.weight", (head_dim,), _WEIGHT)
-    yield TensorSpec(f"{prefix}wkv.weight", (width, config.hidden_size), _WEIGHT)
-    yield TensorSpec(f"{prefix}wgate.weight", (width, config.hidden_size), _WEIGHT)
+    yield TensorSpec(f"{prefix}ape", (ratio, width), FLOAT_DTYPES)
+    yield TensorSpec(f"{prefix}norm.weight", (head_dim,), WEIGHT_DTYPES)
+    yield TensorSpec(f"{prefix}wkv.weight", (width, config.hidden_size), WEIGHT_DTYPES)
+    yield TensorSpec(f"{prefix}wgate.weight", (width, config.hidden_size), WEIGHT_DTYPES)
 
 
 def _hc_head(config: DeepseekV4Config, prefix: str) -> Iterator[TensorSpec]:
     """The collapse of the streams after the last layer."""
     streams = config.hc_mult
-    yield TensorSpec(f"{prefix}hc_head_fn", (streams, streams * config.hidden_size), _FLOAT)
-    yield TensorSpec(f"{prefix}hc_head_base", (streams,), _FLOAT)
-    yield TensorSpec(f"{prefix}hc_head_scale", (1,), _FLOAT)
+    yield TensorSpec(f"{prefix}hc_head_fn", (streams, streams * config.hidden_size), FLOAT_DTYPES)
+    yield TensorSpec(f"{prefix}hc_head_base", (streams,), FLOAT_DTYPES)
+    yield TensorSpec(f"{prefix}hc_head_scale", (1,), FLOAT_DTYPES)
 
 
 def _linear(name: str, rows: int, columns: int, quantised: bool) -> Iterator[TensorSpec]:
     if not quantised:
-        yield TensorSpec(f"{name}.weight", (rows, columns), _WEIGHT)
+        yield TensorSpec(f"{name}.weight", (rows, columns), WEIGHT_DTYPES)
         return
     yield TensorSpec(f"{name}.weight", (rows, columns), ("F8_E4M3",))
     yield TensorSpec(f"{name}.scale", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), ("F8_E8M0",))
@@ -175,7 +176,7 @@ def _linear(name: str, rows: int, columns: int, quantised: bool) -> Iterator[Ten
 
 def _expert(name: str, rows: int, columns: int, quantised: bool) -> Iterator[TensorSpec]:
     if not quantised:
-        yield TensorSpec(f"{name}.weight", (rows, columns), _WEIGHT)
+        yield TensorSpec(f"{name}.weight", (rows, columns), WEIGHT_DTYPES)
         return
     yield TensorSpec(f"{name}.weight", (rows, columns // 2), ("I8",))  # two FP4 values per byte
     yield TensorSpec(f"{name}.scale", (rows, columns // FP4_GROUP), ("F8_E8M0",))

@@ -21,7 +21,7 @@ from twostroke.engines.manifest import ShardRecord, WeightRecord, WeightsIndex
 
 WEIGHTS_BIN = "weights.bin"
 ALIGNMENT = 64
-_BANK = re.compile(r"(?P<prefix>.*\.experts)\.(?P<matrix>w[123])$")
+_BANK = re.compile(r"(?P<prefix>.*\.experts)\.(?P<matrix>\w+)$")
 _STORED = {"F32": torch.float32, "I32": torch.int32}
 
 

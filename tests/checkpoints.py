@@ -1,7 +1,7 @@
 """Toy checkpoints with the names, shapes and dtypes of a release and random weights, written in well under a second.
 
-`write_checkpoint(folder, F4)` gives the "F4" fixture; keywords override config fields (`REMOVED` drops one):
-`write_checkpoint(folder, F4, sliding_window=6, dspark_markov_rank=REMOVED)`.
+`write_checkpoint(folder, F4)` gives the "F4" fixture, `write_checkpoint(folder, T32)` "T32"; keywords override config
+fields (`REMOVED` drops one): `write_checkpoint(folder, F4, sliding_window=6, dspark_markov_rank=REMOVED)`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from twostroke.builder.config import DeepseekV4Config, parse_config
-from twostroke.builder.inventory import TensorSpec, inventory
+from twostroke.builder.config import parse_config
+from twostroke.builder.inventory import TensorSpec
+from twostroke.builder.networks.registry import TARGETS
 
 REMOVED: Any = object()
 
@@ -137,6 +138,89 @@ FLASH_0731: Mapping[str, Any] = {
 }
 
 
+# V3.2: a dense layer and two of experts, an MTP layer; index_topk and, with pages of 4 tokens, pages are crossed early.
+T32: Mapping[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "torch_dtype": "float32",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "max_position_embeddings": 96,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "num_nextn_predict_layers": 1,
+}
+
+# The numbers of the V3.2 release, without its quantisation fields. For counting only.
+RELEASE_V32: Mapping[str, Any] = {
+    **T32,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {**T32["rope_scaling"], "factor": 40, "original_max_position_embeddings": 4096},
+}
+
+
 def with_overrides(config: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
     """`config` with fields replaced, or dropped where the value is `REMOVED`."""
     return {name: value for name, value in {**config, **overrides}.items() if value is not REMOVED}
@@ -187,12 +271,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int
 
 
 def random_weights(
-    config: DeepseekV4Config, *, seed: int = 0, dtype: str = "float32", scale: float = 3.0
+    config: Any, *, seed: int = 0, dtype: str = "float32", scale: float = 3.0
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the inventory. A tensor's values depend on seed, name and shape only, so that a changed config
     keeps all weights it does not reshape."""
     weights = {}
-    for spec in inventory(config):
+    for spec in TARGETS[config.model_type].all_tensors(config):
         values = torch.from_numpy(_values(spec, config, seed, scale))
         if values.is_floating_point():
             values = values.to(torch.bfloat16 if dtype == "bfloat16" and spec.dtypes[0] == "BF16" else torch.float32)
@@ -200,7 +284,7 @@ def random_weights(
     return weights
 
 
-def _values(spec: TensorSpec, config: DeepseekV4Config, seed: int, scale: float) -> np.ndarray:
+def _values(spec: TensorSpec, config: Any, seed: int, scale: float) -> np.ndarray:
     """Sizes that keep every sublayer's output near one, so that each part of the network matters to the logits."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     if spec.name.endswith("tid2eid"):  # [V, experts per token], distinct within a row
@@ -214,10 +298,10 @@ def _values(spec: TensorSpec, config: DeepseekV4Config, seed: int, scale: float)
         return 0.8 + 0.1 * values
     if (part.startswith("hc_") and part.endswith("_base")) or part in ("ape", "attn_sink"):
         return 0.5 * values
-    if part == "bias":
+    if part.endswith("bias"):
         return 0.2 * values
-    if part in ("embed", "markov_w1"):
+    if part in ("embed", "embed_tokens", "markov_w1"):
         return values
-    if part in ("head", "markov_w2"):
+    if part in ("head", "lm_head", "markov_w2"):
         return scale * values / math.sqrt(spec.shape[-1])
     return values / math.sqrt(spec.shape[-1])

@@ -45,6 +45,19 @@ class RMSNorm(nn.Module):
         return rms(x, self.eps) * self.weight
 
 
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = weight(size)
+        self.bias = weight(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
 def rms(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, spelt as graph compilers recognise it."""
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -75,32 +88,38 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rope of rows of `size` features, the last 2*pairs of which turn; neighbours (2i, 2i+1) form a pair.
+    """Rope of rows of `size` features, 2*pairs of which turn: the last ones, or the first ones where `leading`.
 
+    Neighbours (2i, 2i+1) form a pair, or with `halves` feature i of each half: (i, i+pairs).
     y = x * cos + swapped(x) * sin, with swapped exchanging the members of every pair and sin [N, size] carrying the
     signs (-, +); features that stay have angle 0. One gather and three elementwise nodes in a graph.
     """
 
     cos: Tensor
     sin: Tensor
+    partner: Tensor  # [size], where the other member of each feature's pair is
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor, size: int) -> Rotation:
+    def at(
+        cls, positions: Tensor, frequencies: Tensor, size: int, *, halves: bool = False, leading: bool = False
+    ) -> Rotation:
         """Angles of `positions` [N] for pair frequencies [pairs]."""
         pairs = frequencies.shape[0]
-        turning = torch.cat([torch.zeros(size - 2 * pairs), frequencies.repeat_interleave(2)])
+        rest, first = torch.zeros(size - 2 * pairs), 0 if leading else size - 2 * pairs
+        turned = torch.cat([frequencies, frequencies]) if halves else frequencies.repeat_interleave(2)
+        turning = torch.cat([turned, rest] if leading else [rest, turned])
         angle = positions[:, None].float() * turning[None, :]
-        sign = torch.ones(size)
-        sign[size - 2 * pairs :: 2] = -1.0
-        return cls(torch.cos(angle), torch.sin(angle) * sign)
+        sign, inside = torch.ones(size), torch.arange(2 * pairs)
+        sign[first : first + (pairs if halves else 2 * pairs) : 1 if halves else 2] = -1.0
+        swapped = torch.cat([inside[pairs:], inside[:pairs]]) if halves else inside ^ 1
+        partner = torch.cat([torch.arange(first), first + swapped, torch.arange(first + 2 * pairs, size)])
+        return cls(torch.cos(angle), torch.sin(angle) * sign, partner)
 
     def __call__(self, x: Tensor, inverse: bool = False) -> Tensor:
         """x [N, ..., size] turned by each token's angle, or back."""
-        size = x.shape[-1]
-        shape = [-1, *([1] * (x.dim() - 2)), size]
+        shape = [-1, *([1] * (x.dim() - 2)), x.shape[-1]]
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
-        swapped = x.index_select(-1, torch.arange(size) ^ 1)
-        turned = swapped * sin
+        turned = x.index_select(-1, self.partner) * sin
         return x * cos - turned if inverse else x * cos + turned
 
 

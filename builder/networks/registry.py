@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from twostroke.builder.config import DeepseekV4Config
-from twostroke.builder.networks import dspark, mtp
-from twostroke.builder.networks.deepseek_v4 import RESIDUAL, TOKENS_PER_PAGE, DeepseekV4
+from twostroke.builder import draft_detection
+from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
+from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
+from twostroke.builder.networks import deepseek_v4, deepseek_v32, dspark, mtp
 from twostroke.builder.networks.layers import StepSpec
+from twostroke.builder.strict_json import Fields
 from twostroke.engines.errors import BuildError
 
 
@@ -33,13 +35,23 @@ class TargetNetwork(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """How to make a target network, `network(config, draft_len, max_seq_len, taps)`, and its page size."""
+    """A family of checkpoints, by `model_type`. The config that `parse` returns is what all others take.
 
+    `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
+    names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
+    `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`.
+    """
+
+    parse: Callable[[Fields], ModelConfig]
+    target_tensors: Callable[..., tuple[TensorSpec, ...]]
+    all_tensors: Callable[..., tuple[TensorSpec, ...]]
+    draft_prefix: Callable[..., str]
+    detect_draft: Callable[..., str]
     network: Callable[..., TargetNetwork]
     tokens_per_page: int
 
 
-def _no_draft(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
+def _no_draft(config: ModelConfig, max_draft_len: int | None) -> Draft:
     if max_draft_len:
         raise BuildError(f"--max-draft-len is {max_draft_len}, but this build has no draft method")
     return Draft(0, (), 0, lambda: ())
@@ -69,12 +81,28 @@ def _mtp(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
     def steps() -> tuple[StepSpec, ...]:
         return tuple(step(config, depth).step() for step in (mtp.Observe, mtp.Next, mtp.Pick))
 
-    return Draft(depth, (RESIDUAL,), config.hc_mult * config.hidden_size, steps)
+    return Draft(depth, (deepseek_v4.RESIDUAL,), config.hc_mult * config.hidden_size, steps)
 
 
-TARGETS: Mapping[str, Target] = {"deepseek_v4": Target(DeepseekV4, TOKENS_PER_PAGE)}
-DRAFTS: Mapping[str, Callable[[DeepseekV4Config, int | None], Draft]] = {
-    "none": _no_draft,
-    "dspark": _dspark,
-    "mtp": _mtp,
-}
+_DEEPSEEK_V4 = Target(
+    parse_deepseek_v4,
+    target_inventory,
+    inventory,
+    lambda config: "mtp.",
+    draft_detection.detect_draft,
+    deepseek_v4.DeepseekV4,
+    deepseek_v4.TOKENS_PER_PAGE,
+)
+
+_DEEPSEEK_V32 = Target(
+    deepseek_v32.parse_config,
+    deepseek_v32.target_tensors,
+    deepseek_v32.all_tensors,
+    deepseek_v32.draft_prefix,
+    deepseek_v32.detect_draft,
+    deepseek_v32.DeepseekV32,
+    deepseek_v32.TOKENS_PER_PAGE,
+)
+
+TARGETS: Mapping[str, Target] = {"deepseek_v4": _DEEPSEEK_V4, "deepseek_v32": _DEEPSEEK_V32}
+DRAFTS: Mapping[str, Callable[..., Draft]] = {"none": _no_draft, "dspark": _dspark, "mtp": _mtp}

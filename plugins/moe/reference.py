@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,26 @@ def moe_route_hash(
     return ids, _normalised(_scores(x, gate), ids, scaling)
 
 
+def moe_route_grouped(
+    x: Tensor, gate: Tensor, bias: Tensor, groups: int, top_groups: int, top_k: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid routing within the best groups: ids [N, k] (i64), weights [N, k]. Groups are consecutive experts.
+
+    A group's score is the sum of its two largest biased scores; experts of the other groups are at -inf, not at zero,
+    since a biased score may be negative. bias [E] takes part in the selections only.
+    """
+    scores = torch.sigmoid(torch.nn.functional.linear(x.float(), gate.float()))
+    grouped = (scores + bias).reshape(-1, groups, gate.shape[0] // groups)
+    best = grouped.gather(2, exact_topk(grouped, 2)).sum(dim=2)
+    kept = (exact_topk(best, top_groups)[:, :, None] == torch.arange(groups)).any(dim=1)
+    ids = exact_topk(torch.where(kept[:, :, None], grouped, -torch.inf).reshape(-1, gate.shape[0]), top_k)
+    return ids, _normalised(scores, ids, scaling)
+
+
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit): the clamp acts before the activation."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit): the clamp acts before the activation. No clamp at infinity."""
+    if math.isinf(limit):
+        return torch.nn.functional.silu(gate) * up
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
 

@@ -18,5 +18,10 @@ MOE_ROUTE_HASH = Op(
     reference.moe_route_hash,
     lambda x, gate, token_ids, experts_of_token, scaling: _routed(x, experts_of_token.shape[1]),
 )
+MOE_ROUTE_GROUPED = Op(
+    "moe_route_grouped",
+    reference.moe_route_grouped,
+    lambda x, gate, bias, groups, top_groups, top_k, scaling: _routed(x, top_k),
+)
 MOE_EXPERTS = Op("moe_experts", reference.moe_experts, lambda x, ids, weights, w1, w2, w3, limit: x.new_empty(x.shape))
-OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_EXPERTS)
+OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_ROUTE_GROUPED, MOE_EXPERTS)

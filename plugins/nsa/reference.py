@@ -1,7 +1,7 @@
 """Plain torch specification of the nsa ops.
 
 Shapes: q [N, H, D], kv [N, D] (this step's rows), sink [H], window ring [S*ring, D], HCA rows [S*capacity, D],
-compressed rows [pages*rows_per_page, D], indexer rows [pages*rows_per_page, I], page_table [S, P].
+compressed or latent rows [pages*rows_per_page, D], indexer rows [pages*rows_per_page, I], page_table [S, P].
 """
 
 from __future__ import annotations
@@ -166,3 +166,45 @@ def nsa_block(
     queries = q.reshape(requests, gamma * q.shape[1], q.shape[2])
     out = sink_attention(queries, keys, valid, sink.repeat(gamma), scale)
     return out.reshape(q.shape)
+
+
+def nsa_mla(
+    q: Tensor,
+    row: Tensor,
+    index_q: Tensor,
+    index_weight: Tensor,
+    index_row: Tensor,
+    latent_rows: Tensor,
+    index_rows: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    page_table: Tensor,
+    value_size: int,
+    rows_per_page: int,
+    top_k: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Absorbed MLA over the top-k rows of a paged latent cache, one row a token, its own among the candidates.
+
+    q [N, H, L+R] and row [N, L+R] are latent and rotary features side by side, L = value_size; a row's first L features
+    are its value. index_q [N, HI, I], index_weight [N, HI], index_row [N, I]. Up to `top_k` tokens every row is chosen:
+    dense attention is no case of its own. Returns out [N, H, L], the latent rows, the indexer rows.
+    """
+    target = page_rows(page_table, slots, positions[:, None], rows_per_page=rows_per_page)[:, 0]
+    latent_after = scatter_rows(latent_rows, target, row)
+    index_after = scatter_rows(index_rows, target, index_row)
+
+    rows = torch.arange(page_table.shape[1] * rows_per_page)[None, :].expand(q.shape[0], -1)
+    physical = page_rows(page_table, slots, rows, rows_per_page=rows_per_page)
+    scores = indexer_scores(index_q, index_weight, take(index_after, physical))
+    scores = torch.where(rows <= positions[:, None], scores, MASKED)
+    padding = torch.full((scores.shape[0], top_k), MASKED)
+    chosen = exact_topk(torch.cat([scores, padding], dim=1), top_k)
+    seen = chosen <= positions[:, None]
+    chosen = torch.where(seen, chosen, 0)
+    keys = take(latent_after, page_rows(page_table, slots, chosen, rows_per_page=rows_per_page))
+    keys = torch.where(seen[:, :, None], keys, row[:, None, :])
+
+    logits = torch.where(seen[:, None, :], torch.matmul(q, keys.transpose(1, 2)) * scale, MASKED)
+    out = torch.matmul(torch.softmax(logits, dim=-1), keys[:, :, :value_size])
+    return out, latent_after, index_after

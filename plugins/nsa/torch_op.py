@@ -30,4 +30,11 @@ def _csa(q, kv, entry, iq, iw, ientry, sink, window_rows, compressed_rows, index
 NSA_HCA = Op("nsa_hca", reference.nsa_hca, _hca)
 NSA_CSA = Op("nsa_csa", reference.nsa_csa, _csa)
 NSA_BLOCK = Op("nsa_block", reference.nsa_block, lambda q, *_: q.new_empty(q.shape))
-OPS = (NSA_WINDOW, NSA_HCA, NSA_CSA, NSA_BLOCK)
+
+
+def _mla(q, row, iq, iw, irow, latent_rows, index_rows, positions, slots, page_table, value_size, *_):
+    return q.new_empty(q.shape[0], q.shape[1], value_size), *_like(latent_rows, index_rows)
+
+
+NSA_MLA = Op("nsa_mla", reference.nsa_mla, _mla)
+OPS = (NSA_WINDOW, NSA_HCA, NSA_CSA, NSA_BLOCK, NSA_MLA)

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from twostroke.builder.checkpoint import Checkpoint
-from twostroke.builder.config import DeepseekV4Config
 from twostroke.builder.demo import whole_sequence
 from twostroke.builder.eager import EagerEngine
-from twostroke.builder.networks.deepseek_v4 import DeepseekV4
 from twostroke.builder.networks.dspark import Observe, Propose
+from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.weights import load_into
 from twostroke.engines.base import Buffer, Engine
 from twostroke.engines.manifest import StateTensor
@@ -32,7 +31,7 @@ class Toy:
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint.open(folder)
-        self.config: DeepseekV4Config = self.checkpoint.config
+        self.config: Any = self.checkpoint.config  # the family's own class
         self.raw = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
 
     @functools.cached_property
@@ -43,8 +42,11 @@ class Toy:
 
     def target(self, draft_len: int = 5, max_seq_len: int = 128) -> EagerEngine:
         """The target step in eager torch."""
-        dspark = self.config.dspark
-        network = DeepseekV4(self.config, draft_len, max_seq_len, dspark.target_layer_ids if dspark else ())
+        dspark = getattr(self.config, "dspark", None)
+        network = TARGETS[self.config.model_type].network(
+            self.config, draft_len, max_seq_len, dspark.target_layer_ids if dspark else ()
+        )
+        assert isinstance(network, torch.nn.Module)
         load_into(network, self.checkpoint)
         return EagerEngine(network.step())
 
