@@ -108,7 +108,7 @@ def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
 def _nextn(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
     D = config.hidden_size
     for name in ("enorm", "hnorm", "norm"):
-        yield TensorSpec(f"mtp.0.{name}.weight", (D,), _WEIGHT)
+        yield TensorSpec(f"mtp.0.{name}.weight", (D,), WEIGHT_DTYPES)
     for name in ("e_proj", "h_proj"):
         yield from _linear(f"mtp.0.{name}", D, D, quantised)
     yield from _block(config, "mtp.0.", quantised, hashed=False)
