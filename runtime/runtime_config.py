@@ -15,11 +15,11 @@ class RuntimeConfig:
     """Choices made at start-up. None means what the engine allows.
 
     `max_batch_size` requests run at once, more wait. `max_num_tokens` prompt tokens go through one prefill step.
-    With `draft_length` below the engine's block the full block is drafted and cut, so the proposals of shared positions
-    are those of the full block; 0 decodes plainly. `confidence_threshold` verifies the leading drafts whose confidence
-    reaches it (0: all). `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them.
-    `kv_pages` pages are shared by all requests, scratch not counted. The host reads results `lag` iterations behind the
-    launch.
+    With `draft_length` below the engine's block dspark drafts the full block and cuts it, mtp stops early: either way
+    the proposals of shared positions are those of the full block; 0 decodes plainly. `confidence_threshold` verifies
+    the leading drafts whose confidence reaches it (0: all). `cuda_graph_batch_sizes` lists the request buckets;
+    `max_batch_size` always belongs to them. `kv_pages` pages are shared by all requests, scratch not counted. The host
+    reads results `lag` iterations behind the launch.
     """
 
     max_batch_size: int = 8

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from twostroke.__main__ import main
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.eager import EagerEngine
 from twostroke.builder.inventory import nextn_inventory
@@ -271,5 +272,7 @@ def test_depths_that_a_method_cannot_draft_are_refused(tmp_path: Path, preview: 
     assert DRAFTS["dspark"](dspark, None).block_size == DRAFTS["dspark"](dspark, 5).block_size == 5
     with pytest.raises(BuildError, match=r"--max-draft-len is 7, but dspark .* dspark_block_size = 5"):
         build(f4_engine_dir.parent / "checkpoint", tmp_path / "engine", BuildOptions(max_draft_len=7))
+    assert main(["build", str(preview.checkpoint.folder), "-o", str(tmp_path / "no"), "--max-draft-len", "99"]) == 2
+    assert not (tmp_path / "no").exists()
     with pytest.raises(BuildError, match="no draft method"):
         DRAFTS["none"](dspark, 3)
