@@ -62,16 +62,20 @@ def test_an_iteration_allocates_nothing_after_its_first_run(f4_engine: LoadedEng
     tracemalloc.start()
     try:
         run(100)  # as many as fill the interpreter's own free lists
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        run(20)
-        after, peak = tracemalloc.get_traced_memory()
+        kept, held = [], []
+        for _ in range(5):  # what grows grows every time; another thread of the test process allocates once
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            run(20)
+            after, peak = tracemalloc.get_traced_memory()
+            kept.append(after - before)
+            held.append(peak - before)
     finally:
         tracemalloc.stop()
         gc.enable()
     assert not scheduler.slots.done[slots].any()
-    assert after - before < 256  # counters that outgrow the interpreter's small integers
-    assert peak - before < 4096
+    assert min(kept) < 256  # counters that outgrow the interpreter's small integers
+    assert min(held) < 4096
 
 
 @pytest.mark.parametrize("draft_length", [0, 5])
