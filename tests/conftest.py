@@ -30,3 +30,18 @@ def preview_engine() -> LoadedEngine:
 def f4_engine(f4_engine_dir: Path) -> LoadedEngine:
     """The same engine, loaded."""
     return load_engine_directory(f4_engine_dir)
+
+
+@pytest.fixture(scope="session")
+def t32_engine_dir() -> Path:
+    """A compiled random T32 engine (V3.2, no drafter, maximum length 96) with a byte tokenizer; ids are below 320."""
+    from twostroke.tests.checkpoints import T32
+    from twostroke.tests.engines import engine_directory
+
+    return engine_directory(T32, draft="none")
+
+
+@pytest.fixture(scope="session")
+def t32_engine(t32_engine_dir: Path) -> LoadedEngine:
+    """The same engine, loaded."""
+    return load_engine_directory(t32_engine_dir)

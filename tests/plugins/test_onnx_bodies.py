@@ -93,6 +93,23 @@ def csa(where: Layout, seed: int) -> Values:
     }
 
 
+def mla(where: Layout, seed: int) -> Values:
+    n, gate = where.tokens, normal(seed + 7, where.tokens, 2)
+    gate[::3] = 0.0  # all scores of these rows tie
+    return {
+        "q": normal(seed, n, 3, 8),
+        "row": normal(seed + 1, n, 8),
+        "index_q": normal(seed + 6, n, 2, 4),
+        "index_weight": gate,
+        "index_row": normal(seed + 8, n, 4),
+        "latent_rows": normal(seed + 5, 12 * 12, 8),
+        "index_rows": normal(seed + 9, 12 * 12, 4),
+        "positions": where.positions,
+        "slots": where.slots,
+        "page_table": table(seed),
+    }
+
+
 def block(where: Layout, seed: int) -> Values:
     requests = 3 if where is FIRST else 5
     return {
@@ -138,6 +155,12 @@ def route(where: Layout, seed: int) -> Values:
     gate = normal(seed + 1, 6, 4).round()
     gate[4] = gate[2]  # two experts tie on every row: with whole numbers every matrix kernel agrees on that
     return {"x": normal(seed, where.tokens, 4).round(), "gate": gate, "bias": torch.zeros(6)}
+
+
+def route_grouped(where: Layout, seed: int) -> Values:
+    gate = normal(seed + 1, 8, 4).round()
+    gate[2:4] = gate[:2]  # the first two groups tie on every row, the third wins some
+    return {"x": normal(seed, where.tokens, 4).round(), "gate": gate, "bias": torch.zeros(8)}
 
 
 def route_hash(where: Layout, seed: int) -> Values:
@@ -230,6 +253,17 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
         },
         (8, 13, 4, 4, 3, 0.3),
     ),
+    "nsa_mla": (
+        "nsa_mla",
+        mla,
+        {
+            **dict.fromkeys(("q", "row", "index_q", "index_weight", "index_row", "positions", "slots"), ("N",)),
+            "latent_rows": ("X",),
+            "index_rows": ("Y",),
+            "page_table": ("S", "P"),
+        },
+        (6, 12, 5, 0.3),
+    ),
     "nsa_block": (
         "nsa_block",
         block,
@@ -240,8 +274,15 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
     "hc_post": ("hc_post", hyper_post, dict.fromkeys(("y", "streams", "post", "comb"), ("N",)), ()),
     "hc_head": ("hc_head", hyper_head, {"streams": ("N",)}, (1e-6, 1e-6)),
     "moe_route": ("moe_route", route, {"x": ("N",)}, (3, 1.5)),
+    "moe_route_grouped": ("moe_route_grouped", route_grouped, {"x": ("N",)}, (4, 2, 3, 2.5)),
     "moe_route_hash": ("moe_route_hash", route_hash, {"x": ("N",), "token_ids": ("N",)}, (1.5,)),
     "moe_experts": ("moe_experts", experts, {"x": ("N",), "ids": ("N",), "weights": ("N",)}, (2.0,)),
+    "moe_experts-unclamped": (
+        "moe_experts",
+        experts,
+        {"x": ("N",), "ids": ("N",), "weights": ("N",)},
+        (float("inf"),),
+    ),
     "markov_picks": (
         "markov_picks",
         markov,
@@ -308,7 +349,7 @@ def real_rows(
     name: str, output: int, where: Layout, attributes: tuple[Any, ...], found: Tensor, expected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Without what is scratch: rows of slot 0 and fillers, and in memory row 0, which several tokens write."""
-    if name in ("compress", "nsa_window", "nsa_hca", "nsa_csa"):
+    if name in ("compress", "nsa_window", "nsa_hca", "nsa_csa", "nsa_mla"):
         if output:
             keep = torch.arange(len(expected)) > 0
         else:

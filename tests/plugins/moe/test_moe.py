@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.plugins.moe.reference import moe_experts, moe_route, moe_route_hash, swiglu
+from twostroke.plugins.moe.reference import moe_experts, moe_route, moe_route_grouped, moe_route_hash, swiglu
 from twostroke.tests.plugins.flat_inputs import normal
 
 N, D, F, E, K = 9, 6, 5, 7, 3
@@ -51,6 +51,51 @@ def test_hash_routing_reads_the_experts_of_the_token_and_learns_their_weights() 
         assert ids[n].tolist() == table[token].tolist()
         chosen = scores[n, table[token].numpy()]
         np.testing.assert_allclose(weights[n], chosen / chosen.sum() * 2.5, atol=1e-6)
+
+
+def grouped_by_hand(scores: np.ndarray, bias: np.ndarray, groups: int, top_groups: int, k: int) -> list[int]:
+    """Best groups by their two largest biased scores, then the best experts among them; lowest index on ties."""
+    biased, size = scores + bias, len(scores) // groups
+    worth = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+    kept = sorted(range(groups), key=lambda g: (-worth[g], g))[:top_groups]
+    inside = [e for e in range(len(scores)) if e // size in kept]
+    return sorted(inside, key=lambda e: (-biased[e], e))[:k]
+
+
+@pytest.mark.parametrize(("experts", "groups", "top_groups", "k"), [(12, 4, 2, 3), (8, 2, 1, 4), (6, 1, 1, 3)])
+def test_grouped_routing_takes_the_best_experts_of_the_best_groups(
+    experts: int, groups: int, top_groups: int, k: int
+) -> None:
+    x, gate, bias = normal(0, 60, D), normal(1, experts, D), normal(2, experts)
+    ids, weights = moe_route_grouped(x, gate, bias, groups, top_groups, k, 2.5)
+    scores = 1 / (1 + np.exp(-(x.double().numpy() @ gate.double().numpy().T)))
+    for n in range(60):
+        order = grouped_by_hand(scores[n], bias.double().numpy(), groups, top_groups, k)
+        assert ids[n].tolist() == order
+        np.testing.assert_allclose(weights[n], scores[n, order] / scores[n, order].sum() * 2.5, atol=1e-6)
+    torch.testing.assert_close(weights.sum(dim=1), torch.full((60,), 2.5))
+    unbiased, _ = moe_route_grouped(x, gate, torch.zeros(experts), groups, top_groups, k, 2.5)
+    assert (unbiased != ids).any(), "the bias changed nothing here"
+
+
+def test_negative_biased_scores_never_let_a_masked_group_in() -> None:
+    """With -10 on every expert all biased scores are below zero: groups left out stand at -inf, not at zero."""
+    x, gate = normal(3, 60, D), normal(4, 12, D)
+    low, _ = moe_route_grouped(x, gate, torch.full((12,), -10.0), 4, 2, 5, 1.0)
+    plain, _ = moe_route_grouped(x, gate, torch.zeros(12), 4, 2, 5, 1.0)
+    assert (low.sort(dim=1).values == plain.sort(dim=1).values).float().mean() > 0.99  # -10 rounds the last bits off
+    assert all(len({int(e) // 3 for e in row}) <= 2 for row in low)
+
+
+def test_tied_groups_and_experts_go_to_the_lowest_index() -> None:
+    ids, weights = moe_route_grouped(torch.zeros(1, D), normal(1, 12, D), torch.zeros(12), 4, 2, 4, 1.0)
+    assert ids[0].tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(weights[0], torch.full((4,), 0.25))
+
+
+def test_an_infinite_limit_clamps_nothing() -> None:
+    gate, up = torch.tensor([-90.0, 90.0, 3.0]), torch.tensor([-90.0, 9.0, -200.0])
+    torch.testing.assert_close(swiglu(gate, up, math.inf), gate * torch.sigmoid(gate) * up)
 
 
 def test_the_gate_is_clamped_above_only_and_before_the_activation() -> None:
