@@ -7,8 +7,12 @@ each other.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+# Before the import: the library's official builds otherwise keep telemetry files in the user's cache folder.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
 

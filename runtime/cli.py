@@ -113,6 +113,8 @@ def run_generate(args: argparse.Namespace) -> int:
         raise RequestError("--confidence-threshold has no meaning with --no-speculation", field="confidence_threshold")
     if args.dump_logits is not None and not args.dump_logits.absolute().parent.is_dir():
         raise RequestError(f"--dump-logits: the folder of {args.dump_logits} does not exist", field="dump_logits")
+    if args.dump_logits is not None and args.dump_logits.is_dir():
+        raise RequestError(f"--dump-logits: {args.dump_logits} is a folder, expected a file name", field="dump_logits")
     given = {name: getattr(args, name) for name in (*_RUNTIME_OPTIONS, *_SAMPLING_OPTIONS)}
     given = {name: value for name, value in given.items() if value is not None}
     options = {name: value for name, value in given.items() if name in _RUNTIME_OPTIONS}

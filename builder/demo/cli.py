@@ -63,13 +63,19 @@ def prepare(args: argparse.Namespace) -> Prepared:
     for name in ("count", "max_tokens", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
-    own = _prompts_of(args.prompts) if args.prompts is not None else None
-    engine = _engine(checkpoint, args)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     _, held = corpus.split(corpus.stdlib_root())
+    prompts: Sequence[str] | Sequence[Sequence[int]]
+    if args.prompts is not None:
+        prompts = _prompts_of(args.prompts)
+    else:
+        try:
+            prompts = [list(prompt.token_ids) for prompt in corpus.prompts(held, tokenizer, args.count)]
+        except ValueError as error:
+            raise ConfigError(f"--count is {args.count}: {error}") from None
+    engine = _engine(checkpoint, args)
     rows, scored = scored_rows(held, tokenizer)
-    held_out = [list(prompt.token_ids) for prompt in corpus.prompts(held, tokenizer, args.count)] if own is None else []
-    return Prepared(engine, own or held_out, rows, scored, _recorded(checkpoint))
+    return Prepared(engine, prompts, rows, scored, _recorded(checkpoint))
 
 
 def scored_rows(held: dict[str, str], tokenizer: object, window: int = 512) -> tuple[list[tuple[list[int], int]], int]:
@@ -124,11 +130,14 @@ def _engine(checkpoint: Path, args: argparse.Namespace) -> Path:
     else:
         cache = Path(os.environ.get("TWOSTROKE_CACHE") or Path.home() / ".cache" / "twostroke")
         folder = cache / f"demo-{args.model}-{args.engine}-{_key(checkpoint)}"
-        try:
-            verify_files(folder, read_manifest(folder), read_weights_index(folder))
+    try:
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest, read_weights_index(folder))
+        if manifest.pretrained_config == json.loads((checkpoint / "config.json").read_text()):
+            print(f"twostroke: using the engine in {folder}", file=sys.stderr)
             return folder
-        except EngineError:
-            pass
+    except EngineError:
+        pass  # not built yet, or not whole: built below
     with bars() as progress:
         build(checkpoint, folder, BuildOptions(engine=args.engine, force=args.output is None), progress)
     print(f"twostroke: built {folder}", file=sys.stderr)
