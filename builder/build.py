@@ -18,7 +18,8 @@ import twostroke
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
-from twostroke.builder.networks.registry import DRAFTS, TARGETS
+from twostroke.builder.networks.registry import TARGETS
+from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown_list
 from twostroke.builder.weights import collect, parameters_of
 from twostroke.engines.errors import BuildError
@@ -70,12 +71,13 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     method = target.detect_draft(config, checkpoint.entries, options.draft)
     if method == "none" and (skipped := checkpoint.skip(target.draft_prefix(config))):
         _log.warning("draft method none: %d tensors are left out: %s", len(skipped), shown_list(skipped))
-    checkpoint.check(target.target_tensors(config) if method == "none" else target.all_tensors(config))
-    draft = DRAFTS[method](config, options.max_draft_len)
+    tensors = target.target_tensors(config) if method == "none" else target.all_tensors(config)
+    checkpoint.check(tensors)
+    draft = target.drafts[method](config, options.max_draft_len)
     eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)
-    specs = (network.step(), *draft.steps())
+    specs = (network.step(), *draft.steps(max_seq_len, own_tensors(checkpoint, tensors)))
 
     with staging(destination, options.force) as folder:
         steps = {}

@@ -101,7 +101,7 @@ class Checkpoint:
         stems = [name.removesuffix(".weight") for name in quantised]
         scales = {f"{stem}.{scale}" for stem in stems for scale in _SCALES} - specs.keys()
         unknown = self.entries.keys() - specs.keys() - self.skipped - scales
-        missing = [name for name in specs if name not in self.entries]
+        missing = [name for name, spec in specs.items() if name not in self.entries and spec.copy_of is None]
         problems = [f"missing tensor {name} {list(specs[name].shape)}" for name in missing]
         problems += [f"unknown tensor {named(name)}, which nothing would read" for name in sorted(unknown)]
         for name, spec in specs.items():

@@ -71,7 +71,7 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
 def inspect_checkpoint(folder: Path) -> dict[str, Any]:
     """Model, draft method, tensors and bytes by component. Raises as `Checkpoint.open` and `check` do."""
     from twostroke.builder.checkpoint import Checkpoint
-    from twostroke.builder.networks.registry import DRAFTS, TARGETS
+    from twostroke.builder.networks.registry import TARGETS
 
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
@@ -88,7 +88,7 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
         "checkpoint": str(folder),
         "model_type": config.model_type,
         "draft": method,
-        "draft_block_size": DRAFTS[method](config).block_size,
+        "draft_block_size": target.drafts[method](config, None).block_size,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "max_position_embeddings": config.max_position_embeddings,

@@ -27,11 +27,15 @@ FLOAT_DTYPES = ("F32", "BF16")  # kept in F32 by a release: hyper-connections, s
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as a checkpoint must hold it. `dtypes` are the accepted safetensors dtypes, the usual one first."""
+    """A tensor as a checkpoint must hold it. `dtypes` are the accepted safetensors dtypes, the usual one first.
+
+    A draft's embedding and head are `copy_of` the target's in a release: a checkpoint may leave them out.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
+    copy_of: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +52,7 @@ def inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[Ten
     if config.dspark:
         draft = dspark_inventory(config, quantised=quantised)
     elif config.num_nextn_predict_layers:
-        draft = nextn_inventory(config, quantised=quantised)
+        draft = nextn_inventory(config, quantised=quantised) + nextn_copies(config)
     return target_inventory(config, quantised=quantised) + draft
 
 
@@ -65,8 +69,17 @@ def dspark_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tu
 
 
 def nextn_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
-    """The Preview's NextN block `mtp.0`. Embedding and head are the target's."""
+    """The Preview's NextN block `mtp.0`. Embedding and head are the target's; see `nextn_copies`."""
     return tuple(_nextn(config, quantised))
+
+
+def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
+    """The block's own embedding and head, which some releases store beside the target's."""
+    whole = (config.vocab_size, config.hidden_size)
+    return (
+        TensorSpec("mtp.0.emb.tok_emb.weight", whole, WEIGHT_DTYPES, "embed.weight"),
+        TensorSpec("mtp.0.head.weight", whole, WEIGHT_DTYPES, "head.weight"),
+    )
 
 
 def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:

@@ -323,7 +323,7 @@ class Iteration:
             row_start=np.arange(bucket + 1, dtype=np.int32) * rows,
             logit_rows=np.arange(shape.logit_rows, dtype=np.int32),
         )
-        block = self._block.narrow(bucket)
+        block, page_table = self._block.narrow(bucket), self._page_table.columns(tier)
         return _Frame(
             name=f"{bucket}x{rows}",
             bucket=bucket,
@@ -331,9 +331,9 @@ class Iteration:
             step=step,
             block=block,
             tokens=self._tokens[: bucket * rows].reshape(bucket, rows),
-            propose=self._draft.bind_propose(block),
-            verify=step.bind_target(self._target, self._state.bindings(), self._page_table.columns(tier)).enqueue,
-            observe=self._draft.bind_observe(step),
+            propose=self._draft.bind_propose(block, page_table),
+            verify=step.bind_target(self._target, self._state.bindings(), page_table).enqueue,
+            observe=self._draft.bind_observe(step, page_table),
             column=np.arange(rows, dtype=np.int32)[None, :],
         )
 

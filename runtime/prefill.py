@@ -186,8 +186,9 @@ class Prefill:
                 row_start=np.zeros(shape.requests + 1, np.int32),
                 logit_rows=np.zeros(shape.logit_rows, np.int32),
             )
-            bound = step.bind_target(self._target, self._state.bindings(), self._page_table.columns(tier))
-            frame = _Frame(shape, step, bound.enqueue, self._draft.bind_observe(step))
+            page_table = self._page_table.columns(tier)
+            bound = step.bind_target(self._target, self._state.bindings(), page_table)
+            frame = _Frame(shape, step, bound.enqueue, self._draft.bind_observe(step, page_table))
             self._frames[shape, tier] = frame
             self._counters.bound += 1
         return frame

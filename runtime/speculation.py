@@ -91,10 +91,10 @@ class DraftMethod(Protocol):
     def block_length(self) -> int:
         """G."""
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        """What fills `block` when called."""
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
+        """What fills `block` when called. page_table i32 [S, P] covers every token that will be verified."""
 
-    def bind_observe(self, step: FlatStep) -> Enqueue:
+    def bind_observe(self, step: FlatStep, page_table: Ints) -> Enqueue:
         """What absorbs the committed rows of `step` when called: taps, next_ids, positions; others carry slot 0."""
 
 
@@ -106,11 +106,11 @@ class NoDraft:
     def __init__(self, engines: Mapping[str, Engine], state: State, draft_length: int) -> None:
         pass
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
         """Nothing to do."""
         return _nothing
 
-    def bind_observe(self, step: FlatStep) -> Enqueue:
+    def bind_observe(self, step: FlatStep, page_table: Ints) -> Enqueue:
         """Nothing to learn."""
         return _nothing
 
@@ -125,11 +125,11 @@ class DSpark:
         self._observe = _step(engines, "observe")
         self._context = state.bindings()
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
         """The draft block behind the anchors, over the context that was observed."""
         return bind(self._propose, {**self._context, **block.arrays()}).enqueue
 
-    def bind_observe(self, step: FlatStep) -> Enqueue:
+    def bind_observe(self, step: FlatStep, page_table: Ints) -> Enqueue:
         """Context rows of every committed token, from the target's hidden rows."""
         return bind(self._observe, {**self._context, **_committed(step)}).enqueue
 
@@ -148,21 +148,22 @@ class Mtp:
         self._next = _step(engines, "next")
         self._observe = _step(engines, "observe")
         self._memory = state.bindings()
-        self._chains: dict[int, _Chain] = {}
+        self._chains: dict[tuple[int, int], _Chain] = {}
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
         """The chain behind the anchors, from the hidden that was observed."""
         requests, _, vocab_size = block.noise.shape
-        if requests not in self._chains:
+        shape = requests, page_table.shape[1]
+        if shape not in self._chains:
             rows = ChainRows.allocate(requests + 1, vocab_size)
-            arrays = {**self._memory, **rows.arrays()}
-            self._chains[requests] = _Chain(rows, bind(self._pick, arrays).enqueue, bind(self._next, arrays).enqueue)
-        chain = self._chains[requests]
+            arrays = {**self._memory, **rows.arrays(), "page_table": page_table}
+            self._chains[shape] = _Chain(rows, bind(self._pick, arrays).enqueue, bind(self._next, arrays).enqueue)
+        chain = self._chains[shape]
         return lambda: chain.draft(block)
 
-    def bind_observe(self, step: FlatStep) -> Enqueue:
+    def bind_observe(self, step: FlatStep, page_table: Ints) -> Enqueue:
         """Draft rows of every committed token and the token after it."""
-        return bind(self._observe, {**self._memory, **_committed(step)}).enqueue
+        return bind(self._observe, {**self._memory, **_committed(step), "page_table": page_table}).enqueue
 
 
 @dataclass(frozen=True)

@@ -273,10 +273,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int
 def random_weights(
     config: Any, *, seed: int = 0, dtype: str = "float32", scale: float = 3.0
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the inventory. A tensor's values depend on seed, name and shape only, so that a changed config
-    keeps all weights it does not reshape."""
+    """Every tensor of the inventory; a draft's embedding and head are copies of the target's, as released. A tensor's
+    values depend on seed, name and shape only, so that a changed config keeps all weights it does not reshape."""
     weights = {}
     for spec in TARGETS[config.model_type].all_tensors(config):
+        if spec.copy_of is not None:
+            weights[spec.name] = weights[spec.copy_of].clone()
+            continue
         values = torch.from_numpy(_values(spec, config, seed, scale))
         if values.is_floating_point():
             values = values.to(torch.bfloat16 if dtype == "bfloat16" and spec.dtypes[0] == "BF16" else torch.float32)

@@ -45,3 +45,12 @@ def t32_engine_dir() -> Path:
 def t32_engine(t32_engine_dir: Path) -> LoadedEngine:
     """The same engine, loaded."""
     return load_engine_directory(t32_engine_dir)
+
+
+@pytest.fixture(scope="session")
+def t32_mtp_engine() -> LoadedEngine:
+    """A compiled random T32 engine with its MTP layer, chains of up to five tokens."""
+    from twostroke.tests.checkpoints import T32
+    from twostroke.tests.engines import engine_directory
+
+    return load_engine_directory(engine_directory(T32, max_draft_len=5))

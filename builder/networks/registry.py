@@ -9,7 +9,15 @@ from typing import Protocol
 from twostroke.builder import draft_detection
 from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
 from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
-from twostroke.builder.networks import deepseek_v4, deepseek_v32, dspark, mtp
+from twostroke.builder.networks import (
+    deepseek_v4,
+    deepseek_v4_nextn,
+    deepseek_v32,
+    deepseek_v32_checkpoint,
+    deepseek_v32_nextn,
+    dspark,
+    mtp,
+)
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.builder.strict_json import Fields
 from twostroke.engines.errors import BuildError
@@ -18,12 +26,15 @@ from twostroke.engines.errors import BuildError
 @dataclass(frozen=True)
 class Draft:
     """What a draft method asks of a build: tokens per block, what it taps of the target (in the target network's own
-    terms, W features in all), its steps in export order."""
+    terms, W features in all), its steps in export order.
+
+    `steps(max_seq_len, own)`: `own` are the names of the tensors that the draft does not share with the target.
+    """
 
     block_size: int
     taps: tuple[int | str, ...]
     taps_width: int
-    steps: Callable[[], tuple[StepSpec, ...]]
+    steps: Callable[[int, frozenset[str]], tuple[StepSpec, ...]]
 
 
 class TargetNetwork(Protocol):
@@ -39,7 +50,8 @@ class Target:
 
     `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
     names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
-    `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`.
+    `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`;
+    `drafts[method](config, max_draft_len)` is a draft method of the family.
     """
 
     parse: Callable[[Fields], ModelConfig]
@@ -49,12 +61,13 @@ class Target:
     detect_draft: Callable[..., str]
     network: Callable[..., TargetNetwork]
     tokens_per_page: int
+    drafts: Mapping[str, Callable[..., Draft]]
 
 
 def _no_draft(config: ModelConfig, max_draft_len: int | None) -> Draft:
     if max_draft_len:
         raise BuildError(f"--max-draft-len is {max_draft_len}, but this build has no draft method")
-    return Draft(0, (), 0, lambda: ())
+    return Draft(0, (), 0, lambda max_seq_len, own: ())
 
 
 def _dspark(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
@@ -66,22 +79,29 @@ def _dspark(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
             f"{settings.block_size}; leave the option out, and verify less of a block with the runtime's draft length"
         )
 
-    def steps() -> tuple[StepSpec, ...]:
+    def steps(max_seq_len: int, own: frozenset[str]) -> tuple[StepSpec, ...]:
         return dspark.Observe(config, settings).step(), dspark.Propose(config, settings).step()
 
     layers = settings.target_layer_ids
     return Draft(settings.block_size, layers, len(layers) * config.hidden_size, steps)
 
 
-def _mtp(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
-    depth = mtp.DEFAULT_DEPTH if max_draft_len is None else max_draft_len
-    if not 1 <= depth <= mtp.MAX_DEPTH:
-        raise BuildError(f"--max-draft-len is {depth}; accepted for mtp: 1 to {mtp.MAX_DEPTH}")
+def _mtp(
+    networks: tuple[Callable[..., TargetNetwork], ...], tap: str, width: Callable[..., int]
+) -> Callable[..., Draft]:
+    """MTP over the NextN layer of a family: the modules of its steps, the tap it reads and that one's features."""
 
-    def steps() -> tuple[StepSpec, ...]:
-        return tuple(step(config, depth).step() for step in (mtp.Observe, mtp.Next, mtp.Pick))
+    def draft(config: ModelConfig, max_draft_len: int | None) -> Draft:
+        depth = mtp.DEFAULT_DEPTH if max_draft_len is None else max_draft_len
+        if not 1 <= depth <= mtp.MAX_DEPTH:
+            raise BuildError(f"--max-draft-len is {depth}; accepted for mtp: 1 to {mtp.MAX_DEPTH}")
 
-    return Draft(depth, (deepseek_v4.RESIDUAL,), config.hc_mult * config.hidden_size, steps)
+        def steps(max_seq_len: int, own: frozenset[str]) -> tuple[StepSpec, ...]:
+            return tuple(network(config, depth, max_seq_len, own).step() for network in networks)
+
+        return Draft(depth, (tap,), width(config), steps)
+
+    return draft
 
 
 _DEEPSEEK_V4 = Target(
@@ -92,17 +112,25 @@ _DEEPSEEK_V4 = Target(
     draft_detection.detect_draft,
     deepseek_v4.DeepseekV4,
     deepseek_v4.TOKENS_PER_PAGE,
+    {
+        "none": _no_draft,
+        "dspark": _dspark,
+        "mtp": _mtp(deepseek_v4_nextn.STEPS, deepseek_v4.RESIDUAL, lambda config: config.hc_mult * config.hidden_size),
+    },
 )
 
 _DEEPSEEK_V32 = Target(
-    deepseek_v32.parse_config,
-    deepseek_v32.target_tensors,
-    deepseek_v32.all_tensors,
-    deepseek_v32.draft_prefix,
-    deepseek_v32.detect_draft,
+    deepseek_v32_checkpoint.parse_config,
+    deepseek_v32_checkpoint.target_tensors,
+    deepseek_v32_checkpoint.all_tensors,
+    deepseek_v32_checkpoint.draft_prefix,
+    deepseek_v32_checkpoint.detect_draft,
     deepseek_v32.DeepseekV32,
     deepseek_v32.TOKENS_PER_PAGE,
+    {
+        "none": _no_draft,
+        "mtp": _mtp(deepseek_v32_nextn.STEPS, deepseek_v32.NORMED, lambda config: config.hidden_size),
+    },
 )
 
 TARGETS: Mapping[str, Target] = {"deepseek_v4": _DEEPSEEK_V4, "deepseek_v32": _DEEPSEEK_V32}
-DRAFTS: Mapping[str, Callable[..., Draft]] = {"none": _no_draft, "dspark": _dspark, "mtp": _mtp}

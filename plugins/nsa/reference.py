@@ -188,9 +188,11 @@ def nsa_mla(
 
     q [N, H, L+R] and row [N, L+R] are latent and rotary features side by side, L = value_size; a row's first L features
     are its value. index_q [N, HI, I], index_weight [N, HI], index_row [N, I]. Up to `top_k` tokens every row is chosen:
-    dense attention is no case of its own. Returns out [N, H, L], the latent rows, the indexer rows.
+    dense attention is no case of its own. A token beyond the table (a draft that nobody will verify) is kept nowhere
+    and reads what the table holds. Returns out [N, H, L], the latent rows, the indexer rows.
     """
-    target = page_rows(page_table, slots, positions[:, None], rows_per_page=rows_per_page)[:, 0]
+    held = positions < page_table.shape[1] * rows_per_page
+    target = torch.where(held, page_rows(page_table, slots, positions[:, None], rows_per_page=rows_per_page)[:, 0], 0)
     latent_after = scatter_rows(latent_rows, target, row)
     index_after = scatter_rows(index_rows, target, index_row)
 

@@ -217,6 +217,8 @@ def observe(
     rows[: sum(map(len, taps))] = np.concatenate(taps)
     names = ("positions", "slots", "row_start")
     given = {name: inputs[name] for name in names if name in engine.bindings}
+    if "page_table" in engine.bindings:
+        given["page_table"] = memory.table
     if "next_ids" in engine.bindings:
         following = np.concatenate([np.zeros(0, np.int32), *next_ids])
         given["next_ids"] = np.zeros(len(rows), np.int32)

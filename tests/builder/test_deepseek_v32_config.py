@@ -13,10 +13,10 @@ import torch
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.config import RopeScaling, parse_config
-from twostroke.builder.networks.deepseek_v32 import (
+from twostroke.builder.networks.deepseek_v32 import DeepseekV32
+from twostroke.builder.networks.deepseek_v32_checkpoint import (
     HARMLESS,
     ONLY_VALUE,
-    DeepseekV32,
     all_tensors,
     detect_draft,
     target_tensors,
@@ -224,11 +224,24 @@ TARGET_NAMES = [spec.name for spec in target_tensors(parse())]
 
 
 @pytest.mark.parametrize("requested", ["auto", "mtp"])
-def test_an_mtp_layer_is_refused_by_name_until_mtp_drafting_exists(requested: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        detect_draft(parse(), NAMES, requested)
-    assert "model.layers.3.enorm.weight" in str(caught.value)
-    assert "MTP drafting is not there yet; use 'none'" in str(caught.value)
+def test_an_mtp_layer_in_config_and_files_is_the_drafter(requested: str) -> None:
+    assert detect_draft(parse(), NAMES, requested) == "mtp"
+
+
+@pytest.mark.parametrize(("promised", "layers"), [(0, 1), (2, 1), (1, 2)])
+def test_a_layer_count_that_config_and_files_disagree_on_is_refused_with_both(promised: int, layers: int) -> None:
+    names = [*TARGET_NAMES, *(f"model.layers.{3 + layer}.enorm.weight" for layer in range(layers))]
+    with pytest.raises(CheckpointError) as caught:
+        detect_draft(parse(num_nextn_predict_layers=promised), names)
+    assert f"promises {promised} MTP layers" in str(caught.value)
+    assert "the files hold MTP layers model.layers.3.*" in str(caught.value)
+    assert detect_draft(parse(num_nextn_predict_layers=promised), names, "none") == "none"
+
+
+def test_several_mtp_layers_are_refused_because_one_is_implemented() -> None:
+    names = [*TARGET_NAMES, "model.layers.3.enorm.weight", "model.layers.4.enorm.weight"]
+    with pytest.raises(ConfigError, match="one layer is implemented, used again for every token: use 'none'"):
+        detect_draft(parse(num_nextn_predict_layers=2), names)
 
 
 def test_without_its_tensors_auto_warns_mtp_is_refused_and_none_is_silent(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,19 +258,18 @@ def test_without_its_tensors_auto_warns_mtp_is_refused_and_none_is_silent(caplog
 
 
 def test_dspark_is_no_method_of_this_family() -> None:
+    with pytest.raises(ConfigError, match="'dspark' is none of deepseek_v32's.*use 'mtp'"):
+        detect_draft(parse(), NAMES, "dspark")
     with pytest.raises(ConfigError, match="'dspark' is none of deepseek_v32's"):
         detect_draft(parse(), TARGET_NAMES, "dspark")
     with pytest.raises(ConfigError, match="accepted: auto, none, dspark, mtp"):
         detect_draft(parse(), TARGET_NAMES, "eagle")
 
 
-def test_a_build_refuses_the_mtp_layer_or_leaves_it_out_and_says_so(
+def test_a_build_without_a_drafter_leaves_the_mtp_layer_out_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", T32, num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="MTP drafting is not there yet"):
-        build(folder, tmp_path / "engine", BuildOptions())
-    assert not (tmp_path / "engine").exists()
     with caplog.at_level(logging.WARNING):
         manifest = build(folder, tmp_path / "engine", BuildOptions(draft="none"))
     assert "37 tensors are left out: model.layers.1.eh_proj.weight, model.layers.1.embed_tokens.weight" in caplog.text

@@ -15,7 +15,7 @@ import transformers
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library
 
 from twostroke.builder.config import parse_config
-from twostroke.builder.networks.deepseek_v32 import DeepseekV32Config
+from twostroke.builder.networks.deepseek_v32_checkpoint import DeepseekV32Config
 from twostroke.builder.networks.layers import Rotation, rope_frequencies
 from twostroke.plugins.moe.reference import moe_route_grouped
 from twostroke.tests.builder.flat_runs import Memory, Toy, assert_close, feed

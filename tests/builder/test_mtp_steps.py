@@ -13,8 +13,8 @@ from twostroke.__main__ import main
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.eager import EagerEngine
 from twostroke.builder.inventory import nextn_inventory
-from twostroke.builder.networks import mtp
-from twostroke.builder.networks.registry import DRAFTS
+from twostroke.builder.networks import deepseek_v4_nextn
+from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.weights import load_into
 from twostroke.engines.base import Engine
 from twostroke.engines.errors import BuildError
@@ -87,6 +87,7 @@ class Draft:
                     positions=positions + np.int32(k - 1) * (slots != 0),
                     slots=slots,
                     row_start=np.arange(rows, dtype=np.int32),
+                    page_table=memory.table,
                 )
             drawn = np.zeros((rows, vocab), np.float32)
             if noise is not None:
@@ -103,7 +104,7 @@ def preview(preview_engine: LoadedEngine) -> Toy:
 
 
 def eager(toy: Toy, depth: int = DEPTH) -> Draft:
-    modules = [step(toy.config, depth) for step in (mtp.Observe, mtp.Next, mtp.Pick)]
+    modules = [step(toy.config, depth, 128, frozenset()) for step in deepseek_v4_nextn.STEPS]
     for module in modules:
         load_into(module, toy.checkpoint)
     observing, following, picking = (EagerEngine(module.step()) for module in modules)
@@ -264,15 +265,16 @@ def test_hidden_i_is_paired_with_token_i_plus_one(
 
 
 def test_depths_that_a_method_cannot_draft_are_refused(tmp_path: Path, preview: Toy, f4_engine_dir: Path) -> None:
+    drafts = TARGETS["deepseek_v4"].drafts
     for depth in (0, -1, 17):
         with pytest.raises(BuildError, match=f"--max-draft-len is {depth}; accepted for mtp: 1 to 16"):
-            DRAFTS["mtp"](preview.config, depth)
-    assert DRAFTS["mtp"](preview.config, None).block_size == 3
+            drafts["mtp"](preview.config, depth)
+    assert drafts["mtp"](preview.config, None).block_size == 3
     dspark = Toy(f4_engine_dir.parent / "checkpoint").config
-    assert DRAFTS["dspark"](dspark, None).block_size == DRAFTS["dspark"](dspark, 5).block_size == 5
+    assert drafts["dspark"](dspark, None).block_size == drafts["dspark"](dspark, 5).block_size == 5
     with pytest.raises(BuildError, match=r"--max-draft-len is 7, but dspark .* dspark_block_size = 5"):
         build(f4_engine_dir.parent / "checkpoint", tmp_path / "engine", BuildOptions(max_draft_len=7))
     assert main(["build", str(preview.checkpoint.folder), "-o", str(tmp_path / "no"), "--max-draft-len", "99"]) == 2
     assert not (tmp_path / "no").exists()
     with pytest.raises(BuildError, match="no draft method"):
-        DRAFTS["none"](dspark, 3)
+        drafts["none"](dspark, 3)

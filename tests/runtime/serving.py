@@ -12,7 +12,7 @@ from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.plugins.accept import SamplingSlots
 from twostroke.runtime.counters import EngineCounters
-from twostroke.runtime.flat_step import FlatStep
+from twostroke.runtime.flat_step import FlatStep, Ints
 from twostroke.runtime.page_table import PageTable
 from twostroke.runtime.prefill import Chunk, Prefill
 from twostroke.runtime.request import Progress, Request
@@ -144,8 +144,8 @@ class WatchedDraft:
     def block_length(self) -> int:
         return self.real.block_length
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        real = self.real.bind_propose(block)
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
+        real = self.real.bind_propose(block, page_table)
 
         def propose() -> None:
             real()
@@ -153,8 +153,8 @@ class WatchedDraft:
 
         return propose
 
-    def bind_observe(self, step: FlatStep) -> Enqueue:
-        return self.real.bind_observe(step)
+    def bind_observe(self, step: FlatStep, page_table: Ints) -> Enqueue:
+        return self.real.bind_observe(step, page_table)
 
     def proposed(self, block: DraftBlock) -> None:
         """What a watch does with a block."""

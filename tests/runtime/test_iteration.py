@@ -14,6 +14,7 @@ import pytest
 from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.plugins.accept import Purpose, gumbel_rows
+from twostroke.runtime.flat_step import Ints
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
@@ -123,8 +124,8 @@ def test_a_done_slot_is_carried_along_as_scratch(f4_engine: LoadedEngine) -> Non
 class DoubtfulDraft(DSpark):
     """The real draft, sure of its first and third token only."""
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        real = super().bind_propose(block)
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
+        real = super().bind_propose(block, page_table)
 
         def propose() -> None:
             real()
@@ -151,8 +152,8 @@ class NoiseWatch(DSpark):
         super().__init__(engines, state, draft_length)
         self.seen: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
 
-    def bind_propose(self, block: DraftBlock) -> Enqueue:
-        real = super().bind_propose(block)
+    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
+        real = super().bind_propose(block, page_table)
 
         def propose() -> None:
             for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
