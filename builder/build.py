@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 import twostroke
 from twostroke.builder.checkpoint import Checkpoint
+from twostroke.builder.draft_folder import with_draft
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
 from twostroke.builder.networks.registry import TARGETS
@@ -47,11 +48,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Choices of a build. `max_seq_len` None takes the config's limit, at most DEFAULT_MAX_SEQ_LEN; `max_draft_len`
-    None the draft method's own block."""
+    """Choices of a build.
+
+    `draft_checkpoint` is a folder that holds the drafter alone. `max_seq_len` None takes the config's limit, at most
+    DEFAULT_MAX_SEQ_LEN; `max_draft_len` None the draft method's own block.
+    """
 
     engine: str = "onnxruntime"
     draft: str = "auto"
+    draft_checkpoint: Path | None = None
     max_seq_len: int | None = None
     max_draft_len: int | None = None
     force: bool = False
@@ -65,7 +70,14 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
     if options.engine != "onnxruntime":
         raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
+    if options.draft == "none" and options.draft_checkpoint is not None:
+        raise BuildError(
+            f"draft method none was asked for and a draft folder given, {options.draft_checkpoint}; leave one of them"
+            " out"
+        )
     checkpoint = Checkpoint.open(checkpoint_folder)
+    if options.draft_checkpoint is not None:
+        checkpoint = with_draft(checkpoint, options.draft_checkpoint)
     config = checkpoint.config
     target = TARGETS[config.model_type]
     method = target.detect_draft(config, checkpoint.entries, options.draft)

@@ -22,6 +22,9 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft method (auto: what the files hold)",
     )
     parser.add_argument(
+        "--draft-checkpoint", metavar="DIR", type=Path, help="folder with the drafter alone (default: in CHECKPOINT)"
+    )
+    parser.add_argument(
         "--max-draft-len",
         metavar="N",
         type=int,
@@ -39,7 +42,14 @@ def run_build(args: argparse.Namespace) -> int:
     from twostroke.builder.progress import bars
 
     started = time.perf_counter()
-    options = BuildOptions(args.engine, args.draft, args.max_seq_len, args.max_draft_len, args.force)
+    options = BuildOptions(
+        engine=args.engine,
+        draft=args.draft,
+        draft_checkpoint=args.draft_checkpoint,
+        max_seq_len=args.max_seq_len,
+        max_draft_len=args.max_draft_len,
+        force=args.force,
+    )
     with bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
     size = sum(record.bytes for record in manifest.files.values())

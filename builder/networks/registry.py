@@ -51,7 +51,8 @@ class Target:
     `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
     names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
     `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`;
-    `drafts[method](config, max_draft_len)` is a draft method of the family.
+    `drafts[method](config, max_draft_len)` is a draft method of the family; `draft_fields` are those of the config that
+    describe the drafter.
     """
 
     parse: Callable[[Fields], ModelConfig]
@@ -61,6 +62,7 @@ class Target:
     detect_draft: Callable[..., str]
     network: Callable[..., TargetNetwork]
     tokens_per_page: int
+    draft_fields: tuple[str, ...]
     drafts: Mapping[str, Callable[..., Draft]]
 
 
@@ -112,6 +114,7 @@ _DEEPSEEK_V4 = Target(
     draft_detection.detect_draft,
     deepseek_v4.DeepseekV4,
     deepseek_v4.TOKENS_PER_PAGE,
+    ("num_nextn_predict_layers", "dspark"),
     {
         "none": _no_draft,
         "dspark": _dspark,
@@ -127,6 +130,7 @@ _DEEPSEEK_V32 = Target(
     deepseek_v32_checkpoint.detect_draft,
     deepseek_v32.DeepseekV32,
     deepseek_v32.TOKENS_PER_PAGE,
+    ("num_nextn_predict_layers",),
     {
         "none": _no_draft,
         "mtp": _mtp(deepseek_v32_nextn.STEPS, deepseek_v32.NORMED, lambda config: config.hidden_size),

@@ -258,7 +258,7 @@ def test_without_its_tensors_auto_warns_mtp_is_refused_and_none_is_silent(caplog
 
 
 def test_dspark_is_no_method_of_this_family() -> None:
-    with pytest.raises(ConfigError, match="'dspark' is none of deepseek_v32's.*use 'mtp'"):
+    with pytest.raises(ConfigError, match=r"'dspark' is none of deepseek_v32's.*use 'mtp'"):
         detect_draft(parse(), NAMES, "dspark")
     with pytest.raises(ConfigError, match="'dspark' is none of deepseek_v32's"):
         detect_draft(parse(), TARGET_NAMES, "dspark")
