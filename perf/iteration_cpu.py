@@ -2,10 +2,10 @@
 
     python perf/iteration_cpu.py            writes perf/results/iteration_cpu-<device>.{json,md}
 
-Model `toy-cpu`, random weights: the work of an iteration does not depend on what is accepted. Both arms decode the same
-prompts; their steps alternate, and the plain arm is also timed against itself to show the noise. The ratio is the mean
-accepted length at which speculation breaks even on this machine. Gates: no memory kept and no array made by our code in
-an iteration after warm-up, ids equal in both arms.
+Models `toy-cpu` (V4 with DSpark) and `toy-cpu-v32` (V3.2 with MTP), random weights: the work of an iteration does not
+depend on what is accepted. Both arms decode the same prompts; their steps alternate, and the plain arm is also timed
+against itself to show the noise. The ratio is the mean accepted length at which speculation breaks even on this
+machine. Gates: no memory kept and no array made by our code in an iteration after warm-up, ids equal in both arms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
-from twostroke.tests.checkpoints import F4, write_checkpoint
+from twostroke.tests.checkpoints import F4, T32, write_checkpoint
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = "iteration_cpu"
@@ -68,12 +68,35 @@ TOY_CPU: dict[str, Any] = {
     "dspark_markov_rank": 16,
 }
 
+TOY_CPU_V32: dict[str, Any] = {
+    **T32,
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 64,
+    "max_position_embeddings": 2048,
+}
+
+MODELS = {"toy-cpu": TOY_CPU, "toy-cpu-v32": TOY_CPU_V32}
+
 
 def scheduler(loaded: LoadedEngine, batch: int, draft_length: int | None) -> Scheduler:
     """A scheduler whose `batch` requests are all past prefill and have room for every measured step."""
     made = Scheduler(loaded, RuntimeConfig(max_batch_size=batch, max_num_tokens=64, draft_length=draft_length))
     rng = np.random.default_rng(0)
-    rows = 6 if draft_length is None else draft_length + 1
+    rows = (loaded.manifest.speculative.draft_len if draft_length is None else draft_length) + 1
     for index in range(batch):
         prompt = tuple(int(t) for t in rng.integers(2, 500, PROMPT))
         params = SamplingParams(max_tokens=rows * (WARM_UP + 2 * MEASURED) + 100, seed=index, ignore_eos=True)
@@ -168,33 +191,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu-" + str(len(__import__("os").sched_getaffinity(0))) + "core")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_checkpoint(folder / "checkpoint", TOY_CPU)
-        manifest = build(folder / "checkpoint", folder / "engine", BuildOptions())
-        loaded = load_engine_directory(folder / "engine")
-        rows = [measure(loaded, batch) for batch in BATCHES]
-        table = {
-            "table": TABLE,
-            "model": "toy-cpu",
-            "rows": rows,
-            "ids_identical": ids_agree(loaded),
-            "graph_nodes": nodes(folder / "engine", manifest.steps),
-            "device": options.device,
-            "processor": processor(),
-            "versions": {"python": platform.python_version(), "onnxruntime": onnxruntime.__version__},
-            "commit": commit(),
-        }
+    models = [model(name, values) for name, values in MODELS.items()]
+    table = {
+        "table": TABLE,
+        "models": models,
+        "device": options.device,
+        "processor": processor(),
+        "versions": {"python": platform.python_version(), "onnxruntime": onnxruntime.__version__},
+        "commit": commit(),
+    }
     RESULTS.mkdir(exist_ok=True)
     name = f"{TABLE}-{options.device}"
     (RESULTS / f"{name}.json").write_text(json.dumps(table, indent=1) + "\n")
     text = markdown(table)
     (RESULTS / f"{name}.md").write_text(text)
     print(text)
-    passed = table["ids_identical"] and all(
-        row["retained_bytes"] == 0 and row["transient_bytes"] < TRANSIENT_LIMIT for row in rows
+    passed = all(
+        found["ids_identical"] and row["retained_bytes"] == 0 and row["transient_bytes"] < TRANSIENT_LIMIT
+        for found in models
+        for row in found["rows"]
     )
     return 0 if passed else 1
+
+
+def model(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Everything the table says of one model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_checkpoint(folder / "checkpoint", values)
+        manifest = build(folder / "checkpoint", folder / "engine", BuildOptions())
+        loaded = load_engine_directory(folder / "engine")
+        return {
+            "model": name,
+            "method": manifest.speculative.method,
+            "draft_length": manifest.speculative.draft_len,
+            "rows": [measure(loaded, batch) for batch in BATCHES],
+            "ids_identical": ids_agree(loaded),
+            "graph_nodes": nodes(folder / "engine", manifest.steps),
+        }
 
 
 def processor() -> str:
@@ -217,30 +251,35 @@ def commit() -> str:
 
 def markdown(table: dict[str, Any]) -> str:
     lines = [
-        f"# One iteration over one plain step: {table['model']} on {table['device']}",
+        f"# One iteration over one plain step on {table['device']}",
         "",
         f"{table['processor']}; onnxruntime {table['versions']['onnxruntime']}, Python {table['versions']['python']}, "
         f"commit {table['commit']}. Regenerate with `python perf/iteration_cpu.py`.",
         "",
-        "| batch | plain step us | iteration us (p10 / p50 / p99) | ratio | noise (plain / plain) | kept bytes "
-        "| transient bytes |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['batch']} | {r['plain_us_p50']:.0f} | {r['iteration_us_p10']:.0f} / {r['iteration_us_p50']:.0f} / "
-        f"{r['iteration_us_p99']:.0f} | {r['ratio']:.2f} | {r['noise']:.2f} | {r['retained_bytes']} "
-        f"| {r['transient_bytes']} |"
-        for r in table["rows"]
-    ]
-    counts = ", ".join(f"{name} {count}" for name, count in table["graph_nodes"].items())
-    lines += [
-        "",
         "The ratio is the mean accepted length (bonus included) at which speculation breaks even. Times are medians of "
-        f"{MEASURED} steps after {WARM_UP}, one thread. Graph nodes before the engine's optimiser: {counts}. Greedy "
-        f"ids {'identical' if table['ids_identical'] else 'DIFFERENT'} with and without speculation.",
-        "",
+        f"{MEASURED} steps after {WARM_UP}, one thread; noise is the plain arm over itself.",
     ]
-    return "\n".join(lines)
+    for found in table["models"]:
+        counts = ", ".join(f"{name} {count}" for name, count in found["graph_nodes"].items())
+        lines += [
+            "",
+            f"## {found['model']}: {found['method']}, {found['draft_length']} drafted tokens",
+            "",
+            "| batch | plain step us | iteration us (p10 / p50 / p99) | ratio | noise | kept bytes | transient bytes |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['batch']} | {r['plain_us_p50']:.0f} | {r['iteration_us_p10']:.0f} / {r['iteration_us_p50']:.0f} / "
+            f"{r['iteration_us_p99']:.0f} | {r['ratio']:.2f} | {r['noise']:.2f} | {r['retained_bytes']} "
+            f"| {r['transient_bytes']} |"
+            for r in found["rows"]
+        ]
+        lines += [
+            "",
+            f"Graph nodes before the engine's optimiser: {counts}. Greedy ids "
+            f"{'identical' if found['ids_identical'] else 'DIFFERENT'} with and without speculation.",
+        ]
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
