@@ -1,6 +1,7 @@
-"""The folder in the 0731 layout: config, two safetensors shards with their index, tokenizer files."""
+"""The folder in the released layout: config, two safetensors shards with their index, tokenizer files."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from twostroke.builder.demo.shape import is_draft
-
 BOS_TEXT, EOS_TEXT, NOISE_TEXT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁noise▁｜>"
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """V4 section 10.1: float32 for sinks, compressor positions, hyper-connections and the selection bias."""
+    """V4 section 10.1: float32 for sinks, compressor positions, hyper-connections and the selection bias, the last in
+    V3.2 too (section 11)."""
     if name.endswith("tid2eid"):
         return torch.int64
-    kept = name.endswith(("attn_sink", ".ape", "gate.bias")) or "hc_" in name.rsplit(".", 1)[-1]
+    kept = (
+        name.endswith(("attn_sink", ".ape", "gate.bias", "gate.e_score_correction_bias"))
+        or "hc_" in name.rsplit(".", 1)[-1]
+    )
     return torch.float32 if kept else torch.bfloat16
 
 
@@ -31,12 +34,9 @@ def as_stored(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+def save(folder: Path, config: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]], tokenizer: Tokenizer) -> None:
+    """One file of weights for each of `shards`."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        {name: tensor for name, tensor in weights.items() if not is_draft(name)},
-        {name: tensor for name, tensor in weights.items() if is_draft(name)},
-    ]
     places: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
@@ -49,7 +49,7 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], token
         folder / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
     )
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", dict(config))
     write_json(
         folder / "generation_config.json",
         {
@@ -85,5 +85,5 @@ def load(folder: Path) -> tuple[SimpleNamespace, dict[str, Tensor], Tokenizer]:
     return config, as_stored(weights), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

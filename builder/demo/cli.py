@@ -17,7 +17,7 @@ from pathlib import Path
 
 from twostroke.engines.errors import ConfigError
 
-MODELS = ("v4-dspark",)
+MODELS = ("v4-dspark", "v32-mtp")
 SCORED_BYTES = 48_000
 _PACKAGE = Path(__file__).parent.parent.parent
 

@@ -2,21 +2,20 @@
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.builder.demo.budget import Pace
 from twostroke.builder.demo.generate import continuations
+from twostroke.builder.demo.models import DemoModel
 from twostroke.builder.demo.optimiser import Optimiser, balance_experts, captured
-from twostroke.builder.demo.shape import EOS, is_draft, is_trained
+from twostroke.builder.demo.shape import is_trained
 from twostroke.builder.demo.token_stream import TokenStream
-from twostroke.builder.demo.whole_sequence import Trace, confidence, draft, markov_bias, target
 
 
 def own_text(
-    config: SimpleNamespace,
+    model: DemoModel,
     weights: dict[str, Tensor],
     stream: TokenStream,
     *,
@@ -25,57 +24,36 @@ def own_text(
     prompt_length: int,
     count: int,
     astray: int,
+    seconds: float | None,
+    log: Callable[[str], None],
 ) -> Tensor:
-    """[sequences, prompt_length + count]: the target's greedy continuations of training prompts.
+    """[sequences, prompt_length + count]: the target's greedy continuations of training prompts; fewer where the time
+    is over, two batches at least.
 
     In every second batch the first `astray` tokens are sampled: on training prompts the target partly recites, and what
     it writes away from its training text is closer to what it writes after a new prompt.
     """
-    parts = []
+    parts: list[Tensor] = []
+    began = time.perf_counter()
     for number, begin in enumerate(range(0, sequences, batch)):
+        if number > 1 and seconds is not None:
+            if parts[0].is_cuda:
+                torch.cuda.synchronize()
+            # The next batch takes as long as the last ones did.
+            if (time.perf_counter() - began) * (number + 1) / number > seconds:
+                log(f"texts: time for {begin} of {sequences}")
+                break
         tokens = stream.cuts(min(batch, sequences - begin), prompt_length, top_level_share=0.7)
         sampled = astray * (number % 2)
         if sampled:
-            tokens = continuations(config, weights, tokens, sampled, temperature=1.0)
-        parts.append(continuations(config, weights, tokens, count - sampled))
+            tokens = continuations(model, weights, tokens, sampled, temperature=1.0)
+        tokens = continuations(model, weights, tokens, count - sampled)
+        parts.append(tokens)
     return torch.cat(parts)
 
 
-def draft_loss(
-    config: SimpleNamespace, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Tokens [B, L], anchor positions [B, A] -> loss, agreement of greedy picks by position [G], expert loads.
-
-    Per position k: 0.5 cross-entropy to the token + 0.9 L1 to the target's distribution, weighted exp(-(k-1)/G), and
-    the confidence's cross-entropy to 1 - L1/2 (DS sections 2.2 and 8). Blocks end where the text does.
-    """
-    size = config.dspark_block_size
-    with torch.no_grad():
-        told = target(config, weights, tokens)
-        places = positions[..., None] + torch.arange(size, device=tokens.device)  # [B, A, G], rows that predict
-        pick = places.flatten(1)[..., None]
-        p_target = told.logits.gather(1, pick.expand(-1, -1, config.vocab_size)).softmax(-1)
-        p_target = p_target.unflatten(1, places.shape[1:])
-        previous = tokens.gather(1, places.flatten(1)).view_as(places)
-        following = tokens.gather(1, places.flatten(1) + 1).view_as(places)
-        ended = (tokens == EOS).long().cumsum(1)
-        alive = (ended.gather(1, places.flatten(1)).view_as(places) == 0).float()
-        weight = torch.exp(-torch.arange(size, device=tokens.device) / size) * alive
-    trace = Trace()
-    output = draft(config, weights, told.taps, previous[..., 0], positions, trace)
-    log_p = (output.logits + markov_bias(config, weights, previous)).log_softmax(-1)
-    entropy = -log_p.gather(-1, following[..., None])[..., 0]
-    distance = (log_p.exp() - p_target).abs().sum(-1)
-    survives = confidence(config, weights, output.hidden, previous)
-    sure = F.binary_cross_entropy_with_logits(survives, 1 - 0.5 * distance.detach(), reduction="none")
-    loss = ((0.5 * entropy + 0.9 * distance + sure) * weight).sum() / weight.sum().clamp(min=1)
-    agree = (log_p.argmax(-1) == p_target.argmax(-1)).float() * alive
-    loads = {at: (route > 0).float().mean((0, 1)) for at, route in trace.routes}
-    return loss, agree.sum((0, 1)) / alive.sum((0, 1)).clamp(min=1), loads
-
-
 def train_draft(
-    config: SimpleNamespace,
+    model: DemoModel,
     weights: dict[str, Tensor],
     texts: Tensor,
     *,
@@ -84,18 +62,18 @@ def train_draft(
     steps: int,
     batch: int,
     learning_rate: float,
+    seconds: float | None,
     log: Callable[[str], None],
-) -> None:
+) -> int:
+    """Returns the steps taken."""
     for tensor in weights.values():
         tensor.requires_grad_(False)
-    trained = {name: tensor for name, tensor in weights.items() if is_draft(name) and is_trained(name)}
+    trained = {name: tensor for name, tensor in model.part(weights, drafting=True).items() if is_trained(name)}
     optimiser = Optimiser(trained, learning_rate, steps)
-    last_anchor = texts.shape[1] - config.dspark_block_size - 1
+    pace = Pace(steps, seconds, texts.device)
 
     def step(tokens: Tensor) -> Tensor:
-        chance = torch.rand(batch, last_anchor + 1 - first_anchor, device=tokens.device)
-        positions = chance.argsort(-1)[:, :anchors] + first_anchor
-        loss, agree, loads = draft_loss(config, weights, tokens, positions)
+        loss, agree, loads = model.draft_loss(model.config, weights, tokens, first_anchor, anchors)
         optimiser.descend(loss)
         balance_experts(weights, loads)
         return torch.cat((loss.detach()[None], agree))
@@ -103,16 +81,19 @@ def train_draft(
     def some() -> Tensor:
         return texts[torch.randint(len(texts), (batch,), device=texts.device)]
 
-    optimiser.set_rate(0)
+    optimiser.set_rate(pace)
     run = captured(step, some())
     began, every = time.perf_counter(), max(1, steps // 10)
-    seen = torch.zeros(1 + config.dspark_block_size, device=texts.device)
-    for number in range(steps):
-        optimiser.set_rate(number)
+    seen = torch.zeros(1 + model.draft_length, device=texts.device)
+    while pace.share < 1:
+        optimiser.set_rate(pace)
         seen += run(some())
-        if (number + 1) % every == 0:
+        pace.tick()
+        if pace.done % every == 0:
             loss, *agree = (seen / every).tolist()
             by_position = " ".join(f"{value:.3f}" for value in agree)
-            seconds = time.perf_counter() - began
-            log(f"draft {number + 1}/{steps} loss {loss:.4f} agreement {by_position} {seconds:.0f} s")
+            passed = time.perf_counter() - began
+            log(f"draft {pace.done}/{steps} loss {loss:.4f} agreement {by_position} {passed:.0f} s")
             seen.zero_()
+    log(f"draft: {pace.done} steps taken")
+    return pace.done

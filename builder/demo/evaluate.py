@@ -1,17 +1,17 @@
 """Held-out figures: bits per byte beside n-gram models, loops in greedy text, greedy acceptance of the draft."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from twostroke.builder.demo.corpus import Prompt
-from twostroke.builder.demo.generate import accepted_lengths, chain
+from twostroke.builder.demo.generate import chain
 from twostroke.builder.demo.loops import repeats_eight_thrice, repeats_thrice
+from twostroke.builder.demo.models import DemoModel
 from twostroke.builder.demo.ngram import NGram, bits_per_byte
 from twostroke.builder.demo.shape import BOS, EOS
-from twostroke.builder.demo.whole_sequence import Weights, target
+from twostroke.builder.demo.whole_sequence import Weights
 
 BYTE_ORDER, TOKEN_ORDER = 6, 5  # symbols per gram: five bytes of context, four tokens of context
 
@@ -29,10 +29,10 @@ def ngram_bits_per_byte(training: list[str], held: list[str], tokenizer: Tokeniz
 
 @torch.no_grad()
 def target_bits_per_byte(
-    config: SimpleNamespace, weights: Weights, held: list[str], tokenizer: Tokenizer, window: int = 512
+    model: DemoModel, weights: Weights, held: list[str], tokenizer: Tokenizer, window: int = 512
 ) -> float:
     """Windows of `window` tokens, the beginning token first, that move by half: every token is scored once."""
-    device = weights["embed.weight"].device
+    device = next(iter(weights.values())).device
     bits, total = 0.0, sum(len(text.encode()) for text in held)
     rows: list[list[int]] = []
     scored: list[tuple[int, int]] = []  # targets of the row that count
@@ -47,7 +47,7 @@ def target_bits_per_byte(
             done = begin + window
     for place in range(0, len(rows), 32):
         tokens = torch.tensor(rows[place : place + 32], device=device)
-        logits = target(config, weights, tokens[:, :-1]).logits
+        logits = model.target(weights, tokens[:, :-1]).logits
         nats = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].double().cpu()
         for row, (low, high) in zip(nats, scored[place : place + 32], strict=True):
             bits += row[low:high].sum().item() / torch.log(torch.tensor(2.0)).item()
@@ -56,10 +56,10 @@ def target_bits_per_byte(
 
 @torch.no_grad()
 def completions(
-    config: SimpleNamespace, weights: Weights, prompts: list[Prompt], count: int
+    model: DemoModel, weights: Weights, prompts: list[Prompt], count: int
 ) -> list[tuple[list[int], list[int]]]:
     """Per prompt: its token ids and `count` greedily chosen ones. Padding comes last, where no real row sees it."""
-    device = weights["embed.weight"].device
+    device = next(iter(weights.values())).device
     lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=device)
     longest = int(lengths.max())
     tokens = torch.full((len(prompts), longest + count), BOS, device=device)
@@ -67,7 +67,7 @@ def completions(
         tokens[row, : len(prompt.token_ids)] = torch.tensor(prompt.token_ids, device=device)
     every = torch.arange(len(prompts), device=device)
     for step in range(count):
-        logits = target(config, weights, tokens[:, : longest + step]).logits
+        logits = model.target(weights, tokens[:, : longest + step]).logits
         tokens[every, lengths + step] = logits[every, lengths + step - 1].argmax(-1)
     generated = tokens[every[:, None], lengths[:, None] + torch.arange(count, device=device)].tolist()
     return [(list(prompt.token_ids), row) for prompt, row in zip(prompts, generated, strict=True)]
@@ -87,11 +87,12 @@ def loop_rates(generated: list[list[int]]) -> dict[str, float]:
 
 
 def acceptance(
-    config: SimpleNamespace, weights: Weights, greedy: list[tuple[list[int], list[int]]], count: int = 128
+    model: DemoModel, weights: Weights, greedy: list[tuple[list[int], list[int]]], count: int = 128
 ) -> dict[str, Any]:
-    """Chain drafting along the target's greedy text; each text holds `count` + G tokens and ends at an end token."""
-    device = weights["embed.weight"].device
-    size = config.dspark_block_size
+    """Chain drafting along the target's greedy text; each text holds `count` tokens and as many more as are
+    drafted at a time, and ends at an end token."""
+    device = next(iter(weights.values())).device
+    size = model.draft_length
     per_prompt: list[float] = []
     iterations: list[int] = []
     reached = [0] * size
@@ -100,7 +101,7 @@ def acceptance(
         if length < 2:
             continue
         tokens = torch.tensor([prompt + generated], device=device)
-        accepted = accepted_lengths(config, weights, tokens, len(prompt)).tolist()
+        accepted = model.accepted_lengths(model.config, weights, tokens, len(prompt)).tolist()
         emitted = chain(accepted, length)
         per_prompt.append(sum(emitted) / len(emitted))
         iterations += emitted

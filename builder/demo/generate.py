@@ -1,16 +1,15 @@
-"""Continuations by the target itself, many sequences in step, and what its draft makes of them."""
-
-from types import SimpleNamespace
+"""Continuations by the target itself, many sequences in step, and the iterations that drafting makes of them."""
 
 import torch
 from torch import Tensor
 
-from twostroke.builder.demo.whole_sequence import Weights, draft, greedy_draft, target
+from twostroke.builder.demo.models import DemoModel
+from twostroke.builder.demo.whole_sequence import Weights
 
 
 @torch.no_grad()
 def continuations(
-    config: SimpleNamespace,
+    model: DemoModel,
     weights: Weights,
     prompts: Tensor,
     count: int,
@@ -19,7 +18,7 @@ def continuations(
 ) -> Tensor:
     """Prompts [B, L] of one length -> [B, L + count]; greedy at temperature 0."""
     tokens = [prompts]
-    output = target(config, weights, prompts)
+    output = model.target(weights, prompts)
     for step in range(count):
         logits = output.logits[:, -1]
         if temperature:
@@ -29,21 +28,8 @@ def continuations(
             following = logits.argmax(-1, keepdim=True)
         tokens.append(following)
         if step < count - 1:
-            output = target(config, weights, following, earlier=output.inputs)
+            output = model.target(weights, following, earlier=output.inputs)
     return torch.cat(tokens, 1)
-
-
-@torch.no_grad()
-def accepted_lengths(config: SimpleNamespace, weights: Weights, tokens: Tensor, first: int) -> Tensor:
-    """Greedy text [1, L] -> accepted drafts at every anchor position first..L-1-G, [L - G - first]."""
-    size = config.dspark_block_size
-    taps = target(config, weights, tokens).taps
-    positions = torch.arange(first, tokens.shape[1] - size, device=tokens.device)
-    anchors = tokens[0, positions]
-    output = draft(config, weights, taps, anchors[None], positions[None])
-    drafted = greedy_draft(config, weights, output, anchors[None])[0][0]  # [A, G]
-    truth = tokens[0][positions[:, None] + 1 + torch.arange(size, device=tokens.device)]
-    return (drafted == truth).long().cumprod(-1).sum(-1)
 
 
 def chain(accepted: list[int], tokens_wanted: int) -> list[int]:

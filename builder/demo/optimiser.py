@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from twostroke.builder.demo.budget import Pace
+
 WARM_UPS = 3
 
 
@@ -26,9 +28,9 @@ class Optimiser:
         )
         self._peak, self._steps, self._warmup = learning_rate, steps, min(warmup, max(1, steps // 10))
 
-    def set_rate(self, step: int) -> None:
-        rise = (step + 1) / self._warmup
-        fall = (self._steps - step) / (self._steps - self._warmup + 1)
+    def set_rate(self, pace: Pace) -> None:
+        rise = (pace.done + 1) / self._warmup
+        fall = (1 - pace.share) * self._steps / (self._steps - self._warmup + 1)
         self._rate.fill_(self._peak * min(rise, fall))
 
     def descend(self, loss: Tensor) -> None:
@@ -67,6 +69,6 @@ def captured(step: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Ten
 @torch.no_grad()
 def balance_experts(weights: dict[str, Tensor], loads: dict[str, Tensor], rate: float = 0.001) -> None:
     """Auxiliary-loss-free balancing: the selection bias of a busy expert falls, that of an idle one rises."""
-    for at, load in loads.items():
-        if f"{at}.gate.bias" in weights:
-            weights[f"{at}.gate.bias"] += rate * torch.sign(load.mean() - load)
+    for bias, load in loads.items():
+        if bias in weights:  # a hash layer has none
+            weights[bias] += rate * torch.sign(load.mean() - load)

@@ -1,4 +1,4 @@
-"""The demo network's config.json and its weights before training."""
+"""v4-dspark's config.json and its weights before training; the token ids and frozen weights of both demo models."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -157,10 +157,6 @@ def initial_weights(config: SimpleNamespace, seed: int = 0) -> dict[str, Tensor]
     return weights
 
 
-def is_draft(name: str) -> bool:
-    return name.startswith("mtp.")
-
-
 def is_trained(name: str) -> bool:
     """Everything but the hash table and the selection bias, which balances load outside the gradient."""
-    return not name.endswith((".tid2eid", "gate.bias"))
+    return not name.endswith((".tid2eid", "gate.bias", "gate.e_score_correction_bias"))

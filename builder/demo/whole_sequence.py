@@ -14,7 +14,6 @@ E experts, A anchors per sequence, G = dspark_block_size, V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -22,16 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.builder.demo.trace import Trace
+
 Config = SimpleNamespace
 Weights = Mapping[str, Tensor]
-
-
-@dataclass
-class Trace:
-    """What training's auxiliary terms need; filled by a forward pass that is given one."""
-
-    indexer: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # scores, attention mass: [B, T, rows]
-    routes: list[tuple[str, Tensor]] = field(default_factory=list)  # name of the ffn, routing weights [B, T, E]
 
 
 class TargetOutput(NamedTuple):
@@ -247,7 +240,7 @@ def experts(config: Config, weights: Weights, at: str, x: Tensor, tokens: Tensor
     share = share / (share.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
     route = torch.zeros_like(scores).scatter_add(-1, chosen, share)
     if trace is not None:
-        trace.routes.append((at, route.detach()))
+        trace.routes.append((f"{at}.gate.bias", route.detach()))
     count = config.n_routed_experts
     w1, w2, w3 = (
         torch.stack([weights[f"{at}.experts.{e}.{name}.weight"] for e in range(count)]) for name in ("w1", "w2", "w3")

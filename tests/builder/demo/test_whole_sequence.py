@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.builder.demo.draft_training import draft_loss
+from twostroke.builder.demo.dspark_training import draft_loss
 from twostroke.builder.demo.generate import continuations
-from twostroke.builder.demo.shape import demo_config, initial_weights, is_draft, is_trained
+from twostroke.builder.demo.models import DemoModel, v4_dspark
+from twostroke.builder.demo.shape import is_trained
 from twostroke.builder.demo.target_training import language_loss
 from twostroke.builder.demo.whole_sequence import draft, greedy_draft, markov_bias, target, top_rows
 
@@ -16,26 +17,30 @@ LENGTH = 150
 
 
 @pytest.fixture(scope="module")
-def config() -> SimpleNamespace:
-    small = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "q_lora_rank": 16,
-        "o_lora_rank": 8,
-        "index_head_dim": 16,
-        "index_topk": 4,
-        "sliding_window": 16,
-        "moe_intermediate_size": 8,
-        "dspark_markov_rank": 4,
-    }
-    return SimpleNamespace(**(demo_config() | small))
+def model() -> DemoModel:
+    return v4_dspark(
+        vocab_size=64,
+        hidden_size=32,
+        head_dim=16,
+        qk_rope_head_dim=8,
+        q_lora_rank=16,
+        o_lora_rank=8,
+        index_head_dim=16,
+        index_topk=4,
+        sliding_window=16,
+        moe_intermediate_size=8,
+        dspark_markov_rank=4,
+    )
 
 
 @pytest.fixture(scope="module")
-def weights(config: SimpleNamespace) -> dict[str, Tensor]:
-    return initial_weights(config)
+def config(model: DemoModel) -> SimpleNamespace:
+    return model.config
+
+
+@pytest.fixture(scope="module")
+def weights(model: DemoModel) -> dict[str, Tensor]:
+    return model.initial(model.config, 0)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +82,11 @@ def test_continuing_a_sequence_equals_reading_it_whole(
 
 
 def test_greedy_continuation_picks_the_likeliest_token_each_time(
-    config: SimpleNamespace, weights: dict[str, Tensor], tokens: Tensor
+    model: DemoModel, weights: dict[str, Tensor], tokens: Tensor
 ) -> None:
-    text = continuations(config, weights, tokens[:, :20], 6)
+    text = continuations(model, weights, tokens[:, :20], 6)
     for place in range(20, 26):
-        assert text[0, place] == target(config, weights, text[:, :place]).logits[0, -1].argmax()
+        assert text[0, place] == model.target(weights, text[:, :place]).logits[0, -1].argmax()
 
 
 def test_ties_of_the_indexer_go_to_the_lowest_row() -> None:
@@ -128,15 +133,14 @@ def test_markov_bias_counts_at_the_first_position_too(
     assert drafted.shape == survives.shape == (1, 1, config.dspark_block_size)
 
 
-def test_every_trained_weight_receives_a_gradient(
-    config: SimpleNamespace, weights: dict[str, Tensor], tokens: Tensor
-) -> None:
+def test_every_trained_weight_receives_a_gradient(model: DemoModel, weights: dict[str, Tensor], tokens: Tensor) -> None:
+    config = model.config
     leaves = {
         name: tensor.clone().requires_grad_(tensor.is_floating_point() and is_trained(name))
         for name, tensor in weights.items()
     }
     text = torch.cat((tokens, tokens.flip(1), tokens.roll(7, 1)))
-    total, following, loads = language_loss(config, leaves, text, dropout=0.0)
+    total, following, loads = language_loss(model, leaves, text, dropout=0.0)
     anchors = torch.arange(5, 140, 5).expand(3, -1)  # many rows: every expert is chosen somewhere
     drafted = draft_loss(config, leaves, text, anchors)[0]
     (total + drafted).backward()
@@ -144,4 +148,4 @@ def test_every_trained_weight_receives_a_gradient(
     assert silent == []
     assert following > 0
     assert all(load.sum() == pytest.approx(config.num_experts_per_tok) for load in loads.values())
-    assert any(is_draft(name) for name in leaves)
+    assert any(model.is_draft(name) for name in leaves)
