@@ -39,7 +39,6 @@ class DemoModel:
     accepted_lengths: Callable[[Config, Weights, Tensor, int], Tensor]
     warm_up: Mapping[str, Any] = field(default_factory=dict)  # config fields in the first part of the target's training
     warm_up_share: float = 0.0
-    copies: Mapping[str, str] = field(default_factory=dict)  # draft's weight -> target's that a file repeats under it
     recipe: Mapping[str, Any] = field(default_factory=dict)  # options of `train` that differ from its defaults
 
     @property
@@ -70,9 +69,8 @@ class DemoModel:
         return {name: tensor for name, tensor in weights.items() if self.is_draft(name) == drafting}
 
     def shards(self, weights: Weights) -> tuple[dict[str, Tensor], ...]:
-        """The target's file and the draft's, copies included."""
-        repeated = {copy: weights[name] for copy, name in self.copies.items()}
-        return self.part(weights, drafting=False), self.part(weights, drafting=True) | repeated
+        """The target's file and the draft's."""
+        return self.part(weights, drafting=False), self.part(weights, drafting=True)
 
 
 def v4_dspark(**overrides: Any) -> DemoModel:
@@ -106,10 +104,6 @@ def v32_mtp(**overrides: Any) -> DemoModel:
         # As in the V3.2 report: the indexer first learns beside attention over everything, then chooses for it.
         warm_up={"index_topk": raw["max_position_embeddings"]},
         warm_up_share=0.2,
-        copies={
-            f"{prefix}embed_tokens.weight": "model.embed_tokens.weight",
-            f"{prefix}shared_head.head.weight": "lm_head.weight",
-        },
         recipe=shape_v32.RECIPE,
     )
 

@@ -213,8 +213,9 @@ def main(argv: list[str] | None = None) -> None:
     stages.log(f"acceptance {drafting}")
     ngrams = evaluate.ngram_bits_per_byte(texts, held_texts, tokenizer)
     stages.log(f"n-gram bits per byte {ngrams}")
+    limit = f" --minutes {options.minutes:g}" if options.minutes else ""
     record = {
-        "command": f"python -m twostroke.builder.demo.train --model {model.name} -o runtime/demo/{model.name}",
+        "command": f"python -m twostroke.builder.demo.train --model {model.name}{limit} -o runtime/demo/{model.name}",
         "options": {k: v for k, v in vars(options).items() if k not in NOT_RECORDED},
         "bits_per_byte": {
             "target": after["bits_per_byte"],
