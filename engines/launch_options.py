@@ -126,7 +126,7 @@ class LaunchOptions:
 
 def _check_depth_spellings(typed: Mapping[str, Typed]) -> None:
     """What the two numbers of a chain must satisfy, and the one that means different things here and in SGLang."""
-    steps, rows, algorithm = (typed.get(flag.names[0]) for flag in (STEPS, DRAFT_TOKENS, ALGORITHM))
+    steps, rows, block, algorithm = (typed.get(f.names[0]) for f in (STEPS, DRAFT_TOKENS, BLOCK_SIZE, ALGORITHM))
     if steps is None or not isinstance(steps.value, int):
         return
     if rows is not None and rows.value != steps.value + 1:
@@ -134,10 +134,11 @@ def _check_depth_spellings(typed: Mapping[str, Typed]) -> None:
             f"{rows} contradicts {steps}: with --speculative-eagle-topk 1 the draft is a chain and num_draft_tokens = "
             f"num_steps + 1 (the drafts and the token they follow), here {steps.value + 1}"
         )
-    if rows is None and steps.value == 1 and algorithm is not None and algorithm.value == "DSPARK":
+    alone = rows is None and block is None
+    if alone and steps.value == 1 and algorithm is not None and algorithm.value == "DSPARK":
         raise ConfigError(
-            f"{steps} with {algorithm}: SGLang drafts a whole block in that one step, here it would be one token; give "
-            f"the tokens by {BLOCK_SIZE.names[0]}, or leave it out"
+            f"{steps} with {algorithm}: SGLang drafts a whole block in that one step, here it would be one token; say "
+            f"{BLOCK_SIZE.names[0]} instead"
         )
 
 

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from twostroke.engines import attention_backends
+from twostroke.engines.attention_backends import AttentionBackend, EngineChoices
 from twostroke.engines.errors import ConfigError
 from twostroke.engines.launch_options import LaunchOptions
 from twostroke.engines.manifest import BuildConfig, Manifest, Speculative, Step
@@ -173,6 +175,11 @@ def test_auto_leaves_the_draft_method_open() -> None:
         ),
         (
             "generate",
+            "--speculative-algorithm DSPARK --speculative-num-steps 1 --speculative-dspark-block-size 5",
+            "--speculative-dspark-block-size 5 contradicts --speculative-num-steps 1",
+        ),
+        (
+            "generate",
             "--no-speculation --draft-length 2",
             "--draft-length 2 contradicts --no-speculation, which switches",
         ),
@@ -285,3 +292,18 @@ def test_depth_five_is_refused_by_engines_for_none_and_three_and_depth_three_run
         with pytest.raises(ConfigError, match=r"asks for 5 drafted tokens, but DIR was built with"):
             options("--draft-length 5").check_built(built("mtp" if draft_len else "none", draft_len), "DIR")
     options("--draft-length 3").check_built(built("mtp", 3), "DIR")
+
+
+def test_an_implementation_the_engine_has_and_the_build_did_not_take_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = EngineChoices((AttentionBackend("portable"), AttentionBackend("fa3")), ("float32", "bfloat16"))
+    monkeypatch.setitem(attention_backends.ENGINES, "onnxruntime", both)  # type: ignore[arg-type]
+    options("--dsa-prefill-backend portable").check_built(built(), "DIR")
+    options("--dsa-prefill-backend fa3").check_engine("onnxruntime")
+    with pytest.raises(ConfigError) as caught:
+        options("--nsa-prefill fa3 --kv-cache-dtype bf16").check_built(built(), "DIR")
+    assert str(caught.value) == (
+        "--nsa-prefill fa3, but DIR was built with portable: leave it out, or rebuild with it; "
+        "--kv-cache-dtype bf16, but DIR was built with float32: leave it out, or rebuild with it"
+    )
