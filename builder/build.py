@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -19,13 +20,16 @@ from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.draft_folder import with_draft
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
+from twostroke.builder.networks.dspark import with_forced_block
 from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown_list
 from twostroke.builder.weights import collect, parameters_of
+from twostroke.engines.attention_backends import ENGINES, Phase, backend_refusal, depth_refusal, kv_cache_refusal
 from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
     CONFIG_FILE,
+    DEFAULT_MAX_BATCH_SIZE,
     SCHEMA,
     WEIGHTS_FILE,
     BuildConfig,
@@ -51,7 +55,9 @@ class BuildOptions:
     """Choices of a build.
 
     `draft_checkpoint` is a folder that holds the drafter alone. `max_seq_len` None takes the config's limit, at most
-    DEFAULT_MAX_SEQ_LEN; `max_draft_len` None the draft method's own block.
+    DEFAULT_MAX_SEQ_LEN; `max_draft_len` None the draft method's own block; `force_draft_len` takes another than the
+    block dspark was trained for. The backends and the dtype are the engine's first where they are None.
+    `max_batch_size` is recorded as the runtime's default. `force` replaces an engine directory.
     """
 
     engine: str = "onnxruntime"
@@ -60,6 +66,11 @@ class BuildOptions:
     max_seq_len: int | None = None
     max_draft_len: int | None = None
     force: bool = False
+    force_draft_len: bool = False
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    kv_cache_dtype: str | None = None
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -75,6 +86,11 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
             f"draft method none was asked for and a draft folder given, {options.draft_checkpoint}; leave one of them"
             " out"
         )
+    if options.max_batch_size < 1:
+        raise BuildError(f"max_batch_size is {options.max_batch_size}, expected at least 1")
+    prefill_backend = _backend(options.engine, "prefill", options.prefill_backend)
+    decode_backend = _backend(options.engine, "decode", options.decode_backend)
+    kv_cache_dtype = _kv_cache_dtype(options.engine, options.kv_cache_dtype)
     checkpoint = Checkpoint.open(checkpoint_folder)
     if options.draft_checkpoint is not None:
         checkpoint = with_draft(checkpoint, options.draft_checkpoint)
@@ -85,7 +101,10 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         _log.warning("draft method none: %d tensors are left out: %s", len(skipped), shown_list(skipped))
     tensors = target.target_tensors(config) if method == "none" else target.all_tensors(config)
     checkpoint.check(tensors)
+    config, trained_len = _with_block(config, method, options)
     draft = target.drafts[method](config, options.max_draft_len)
+    if refusal := depth_refusal(options.engine, decode_backend, draft.block_size):
+        raise BuildError(refusal)
     eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)
@@ -121,14 +140,47 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
                 vocab_size=config.vocab_size,
                 eos_token_ids=eos_token_ids,
                 bos_token_id=config.bos_token_id,
+                max_batch_size=options.max_batch_size,
+                prefill_backend=prefill_backend,
+                decode_backend=decode_backend,
+                kv_cache_dtype=kv_cache_dtype,
             ),
-            speculative=Speculative(method, draft.block_size, draft.taps_width),
+            speculative=Speculative(method, draft.block_size, draft.taps_width, trained_len),
             steps=steps,
             state=_all_state(spec.state for spec in specs),
             files=file_records(folder),
         )
         seal(folder, manifest)
     return manifest
+
+
+def _with_block(config: Any, method: str, options: BuildOptions) -> tuple[Any, int | None]:
+    """The config with the block that was forced, if one was, and the trained block where that is another."""
+    if not options.force_draft_len:
+        return config, None
+    config, trained_len = with_forced_block(config, method, options.max_draft_len)
+    if trained_len is not None:
+        _log.warning(
+            "draft blocks of %d tokens were forced, the draft was trained for %d: every row of a block changes, expect "
+            "fewer accepted tokens",
+            options.max_draft_len,
+            trained_len,
+        )
+    return config, trained_len
+
+
+def _backend(engine: str, phase: Phase, asked: str | None) -> str:
+    if asked is None:
+        return ENGINES[engine].names(phase)[0]
+    if refusal := backend_refusal(engine, phase, asked):
+        raise BuildError(f"{phase}_backend {asked}: {refusal}")
+    return asked
+
+
+def _kv_cache_dtype(engine: str, asked: str | None) -> str:
+    if asked is not None and (refusal := kv_cache_refusal(engine, asked)):
+        raise BuildError(f"kv_cache_dtype {asked}: {refusal}")
+    return asked or ENGINES[engine].kv_cache_dtypes[0]
 
 
 def _sequence_limit(asked: int | None, trained: int, page: int) -> int:

@@ -9,31 +9,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+from twostroke.engines.launch_flags import BUILD_BATCH_SIZE, DRAFT, MAX_DRAFT_LEN
+from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
+from twostroke.engines.manifest import DEFAULT_MAX_BATCH_SIZE
+
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `twostroke build`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder with config.json and safetensors")
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="engine directory to make")
     parser.add_argument("--engine", default="onnxruntime", choices=("onnxruntime",), help="compiler (onnxruntime)")
-    parser.add_argument(
-        "--draft",
-        default="auto",
-        choices=("auto", "dspark", "mtp", "none"),
-        help="draft method (auto: what the files hold)",
-    )
+    add_flag(parser, DRAFT)
     parser.add_argument(
         "--draft-checkpoint", metavar="DIR", type=Path, help="folder with the drafter alone (default: in CHECKPOINT)"
     )
+    add_flag(parser, MAX_DRAFT_LEN)
     parser.add_argument(
-        "--max-draft-len",
-        metavar="N",
-        type=int,
-        help="tokens drafted an iteration with mtp (3); dspark keeps its block",
+        "--force-draft-len",
+        action="store_true",
+        help="build a dspark block of that many tokens although it was trained for another number",
     )
+    add_flag(parser, BUILD_BATCH_SIZE)
     parser.add_argument(
         "--max-seq-len", metavar="N", type=int, help="longest sequence (the config's limit, at most 8192)"
     )
     parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
+    add_sglang_flags(parser)
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -42,13 +43,20 @@ def run_build(args: argparse.Namespace) -> int:
     from twostroke.builder.progress import bars
 
     started = time.perf_counter()
+    launch = launch_options(args)
+    launch.check_engine(args.engine)
     options = BuildOptions(
         engine=args.engine,
-        draft=args.draft,
+        draft=launch.draft or "auto",
         draft_checkpoint=args.draft_checkpoint,
         max_seq_len=args.max_seq_len,
-        max_draft_len=args.max_draft_len,
+        max_draft_len=launch.draft_len,
         force=args.force,
+        force_draft_len=args.force_draft_len,
+        max_batch_size=DEFAULT_MAX_BATCH_SIZE if launch.max_batch_size is None else launch.max_batch_size,
+        prefill_backend=launch.prefill_backend,
+        decode_backend=launch.decode_backend,
+        kv_cache_dtype=launch.kv_cache_dtype,
     )
     with bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
@@ -56,7 +64,7 @@ def run_build(args: argparse.Namespace) -> int:
     print(
         f"twostroke: built {args.output} in {time.perf_counter() - started:.0f} s: steps {', '.join(manifest.steps)}; "
         f"draft {manifest.speculative.method}, {manifest.speculative.draft_len} tokens a block; maximum length "
-        f"{manifest.build_config.max_seq_len}; {size / 1e6:.1f} MB",
+        f"{manifest.build_config.max_seq_len}, batches of {manifest.build_config.max_batch_size}; {size / 1e6:.1f} MB",
         file=sys.stderr,
     )
     return 0

@@ -63,6 +63,8 @@ UNSUPPORTED_MODEL_TYPES: Mapping[str, str] = {
 
 SIZE = (1, 1 << 24)
 """Range of every dimension."""
+DSPARK_BLOCKS = (1, 64)
+"""Range of a DSpark block."""
 
 _Reading = TypeVar("_Reading")
 
@@ -463,7 +465,7 @@ def _dspark(fields: Fields, layers: int, vocab: int) -> DSparkConfig | None:
     if len(set(ids)) != len(ids):
         raise reader.refused("target_layer_ids", list(ids), "each layer may be tapped once")
     return DSparkConfig(
-        block_size=reader.integer("block_size", 1, 64),
+        block_size=reader.integer("block_size", *DSPARK_BLOCKS),
         noise_token_id=reader.integer("noise_token_id", 0, vocab - 1),
         target_layer_ids=ids,
         markov_rank=reader.integer("markov_rank", *SIZE),

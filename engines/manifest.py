@@ -19,6 +19,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.index.json"
 SCRATCH_SLOT = 0
 SCRATCH_PAGE = 0
+DEFAULT_MAX_BATCH_SIZE = 8
 
 
 class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +77,10 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits fixed at build time. `tokens_per_page` is the unit of the page table; `max_draft_len` the drafted tokens
-    per iteration the state rings have room for."""
+    per iteration the state rings have room for.
+
+    `max_batch_size` is what the runtime takes where it is told nothing else: no dimension depends on it. The two
+    backends are names of `attention_backends`; `kv_cache_dtype` is the dtype of the state tensors."""
 
     max_seq_len: int
     max_draft_len: int
@@ -85,14 +89,21 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str = "float32"
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
+    prefill_backend: str = "portable"
+    decode_backend: str = "portable"
+    kv_cache_dtype: str = "float32"
 
 
 class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The draft method and its widths: `draft_len` rows a block (G), `taps_width` hidden features a token (W)."""
+    """The draft method and its widths: `draft_len` rows a block (G), `taps_width` hidden features a token (W).
+
+    `trained_len` is the block the weights were trained for, where another one was forced."""
 
     method: str
     draft_len: int
     taps_width: int
+    trained_len: int | None = None
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

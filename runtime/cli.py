@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from twostroke.engines.errors import RequestError
+from twostroke.engines.launch_flags import DRAFT_LENGTH, MAX_BATCH_SIZE, NO_SPECULATION
+from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
+from twostroke.engines.manifest import read_manifest
 from twostroke.runtime.generation import Generation
 from twostroke.runtime.inspection import inspect_engine, render, startup_line
 from twostroke.runtime.llm import LLM
@@ -25,20 +28,8 @@ from twostroke.runtime.outputs import RequestOutput
 from twostroke.runtime.sampling_params import SamplingParams
 
 # Options that are fields of RuntimeConfig, and those that are fields of SamplingParams, by the same names.
-_RUNTIME_OPTIONS = ("max_batch_size", "max_num_tokens", "draft_length", "confidence_threshold", "threads")
+_RUNTIME_OPTIONS = ("max_num_tokens", "confidence_threshold", "threads")
 _SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "coupling")
-
-
-class _OneValue(argparse.Action):
-    """An option with several names, which may not be given two values."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, name: str | None = None
-    ) -> None:
-        earlier = getattr(namespace, self.dest)
-        if earlier is not None and earlier != values:
-            parser.error(f"{name} {values} contradicts {earlier} given before; they are names of one option")
-        setattr(namespace, self.dest, values)
 
 
 def _token_ids(text: str) -> list[int]:
@@ -74,25 +65,14 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end of text")
 
     draft = parser.add_argument_group("speculation")
-    depth = draft.add_mutually_exclusive_group()
-    depth.add_argument(
-        "--draft-length", metavar="N", type=int, help="drafts to verify an iteration (all that the engine drafts)"
-    )
-    depth.add_argument("--no-speculation", action="store_true", help="decode plainly")
+    add_flag(draft, DRAFT_LENGTH)
+    add_flag(draft, NO_SPECULATION)
     draft.add_argument(
         "--confidence-threshold", metavar="C", type=float, help="verify the leading drafts of at least this confidence"
     )
 
     runtime = parser.add_argument_group("runtime")
-    runtime.add_argument(
-        "--max-batch-size",
-        "--cuda-graph-max-bs",
-        "--max-running-requests",
-        metavar="N",
-        type=int,
-        action=_OneValue,
-        help="requests that run at once (8)",
-    )
+    add_flag(runtime, MAX_BATCH_SIZE)
     runtime.add_argument("--max-num-tokens", metavar="N", type=int, help="prompt tokens of one prefill step (64)")
     runtime.add_argument("--threads", metavar="N", type=int, help="CPU threads of the engine (1)")
 
@@ -105,11 +85,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the target rows that judged the answer: logits, positions and token_ids of what they judged",
     )
     output.add_argument("--stats", action="store_true", help="counters of the run as JSON on stderr")
+    add_sglang_flags(parser)
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """Answers one prompt."""
-    if args.no_speculation and args.confidence_threshold is not None:
+    launch = launch_options(args)
+    if launch.draft == "none" and args.confidence_threshold is not None:
         raise RequestError("--confidence-threshold has no meaning with --no-speculation", field="confidence_threshold")
     if args.dump_logits is not None and not args.dump_logits.absolute().parent.is_dir():
         raise RequestError(f"--dump-logits: the folder of {args.dump_logits} does not exist", field="dump_logits")
@@ -118,7 +100,9 @@ def run_generate(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in (*_RUNTIME_OPTIONS, *_SAMPLING_OPTIONS)}
     given = {name: value for name, value in given.items() if value is not None}
     options = {name: value for name, value in given.items() if name in _RUNTIME_OPTIONS}
-    if args.no_speculation:
+    launch.check_built(read_manifest(args.engine), args.engine)
+    options |= {"max_batch_size": launch.max_batch_size, "draft_length": launch.draft_len}
+    if launch.draft == "none":
         options["draft_length"] = 0
     params = SamplingParams(
         **{name: value for name, value in given.items() if name in _SAMPLING_OPTIONS},

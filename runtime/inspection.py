@@ -36,6 +36,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
         "limits": {
             "max_seq_len": build.max_seq_len,
             "max_draft_len": build.max_draft_len,
+            "max_batch_size": build.max_batch_size,
             "tokens_per_page": build.tokens_per_page,
             "eos_token_ids": list(build.eos_token_ids),
             "bos_token_id": build.bos_token_id,
@@ -43,8 +44,14 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
         "speculation": {
             "method": manifest.speculative.method,
             "draft_length": manifest.speculative.draft_len,
+            "trained_length": manifest.speculative.trained_len,
             "taps_width": manifest.speculative.taps_width,
             "heads": heads(manifest),
+        },
+        "attention": {
+            "prefill_backend": build.prefill_backend,
+            "decode_backend": build.decode_backend,
+            "kv_cache_dtype": build.kv_cache_dtype,
         },
         "steps": {name: _step(step) for name, step in manifest.steps.items()},
         "state": _state(manifest.state, build.tokens_per_page),
@@ -86,8 +93,11 @@ def startup_line(manifest: Manifest, limits: Limits) -> str:
         draft = f"draft {speculative.method}{depth}{loaded}"
     engines = ", ".join(sorted({step.engine for step in manifest.steps.values()}))
     size = "" if layers is None else f", {layers} layers"
+    build = manifest.build_config
+    attention = " and ".join(dict.fromkeys((build.prefill_backend, build.decode_backend)))
     return (
-        f"{architecture(manifest)}{size}; {draft}; {engines}; up to {limits.max_batch_size} requests of "
+        f"{architecture(manifest)}{size}; {draft}; {engines}, attention {attention}; up to {limits.max_batch_size} "
+        f"requests of "
         f"{limits.max_seq_len} tokens"
     )
 
@@ -95,7 +105,8 @@ def startup_line(manifest: Manifest, limits: Limits) -> str:
 def render(report: dict[str, Any]) -> str:
     """The report as lines for a person."""
     model, limits, speculation = report["model"], report["limits"], report["speculation"]
-    state, weights = report["state"], report["weights"]
+    state, weights, attention = report["state"], report["weights"], report["attention"]
+    forced = f", a forced block: trained for {speculation['trained_length']}" if speculation["trained_length"] else ""
     lines = [
         f"{report['path']}: engine directory, schema {report['schema']}, built by twostroke "
         f"{report['twostroke_version']}",
@@ -103,9 +114,14 @@ def render(report: dict[str, Any]) -> str:
         f"vocabulary {model['vocab_size']}, {model['dtype']}",
         f"limits       {limits['max_seq_len']} tokens a request, pages of {limits['tokens_per_page']} tokens, "
         f"end of text {', '.join(map(str, limits['eos_token_ids'])) or 'none'}",
-        f"speculation  {speculation['method']}, {speculation['draft_length']} tokens drafted an iteration",
+        f"             batches of {limits['max_batch_size']} where nothing else is asked for",
+        f"speculation  {speculation['method']}, {speculation['draft_length']} tokens drafted an iteration{forced}",
     ]
     lines += [f"             {head} {'loaded' if there else 'missing'}" for head, there in speculation["heads"].items()]
+    lines.append(
+        f"attention    {attention['prefill_backend']} in prefill, {attention['decode_backend']} in verify and decode; "
+        f"memory in {attention['kv_cache_dtype']}"
+    )
     for name, step in report["steps"].items():
         versions = ", ".join(f"{package} {version}" for package, version in step["versions"].items())
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from twostroke.engines.attention_backends import depth_refusal
 from twostroke.engines.errors import ConfigError
 from twostroke.engines.manifest import Manifest
 from twostroke.runtime.buckets import default_buckets
@@ -14,15 +15,15 @@ from twostroke.runtime.buckets import default_buckets
 class RuntimeConfig:
     """Choices made at start-up. None means what the engine allows.
 
-    `max_batch_size` requests run at once, more wait. `max_num_tokens` prompt tokens go through one prefill step.
-    With `draft_length` below the engine's block dspark drafts the full block and cuts it, mtp stops early: either way
-    the proposals of shared positions are those of the full block; 0 decodes plainly. `confidence_threshold` verifies
-    the leading drafts whose confidence reaches it (0: all). `cuda_graph_batch_sizes` lists the request buckets;
-    `max_batch_size` always belongs to them. `kv_pages` pages are shared by all requests, scratch not counted. The host
-    reads results `lag` iterations behind the launch.
+    `max_batch_size` requests run at once, more wait; without it as many as the build recorded. `max_num_tokens` prompt
+    tokens go through one prefill step. With `draft_length` below the engine's block dspark drafts the full block and
+    cuts it, mtp stops early: either way the proposals of shared positions are those of the full block; 0 decodes
+    plainly. `confidence_threshold` verifies the leading drafts whose confidence reaches it (0: all).
+    `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them. `kv_pages` pages are
+    shared by all requests, scratch not counted. The host reads results `lag` iterations behind the launch.
     """
 
-    max_batch_size: int = 8
+    max_batch_size: int | None = None
     max_num_tokens: int = 64
     max_seq_len: int | None = None
     draft_length: int | None = None
@@ -33,7 +34,8 @@ class RuntimeConfig:
     lag: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("max_batch_size", self.max_batch_size, 1)
+        if self.max_batch_size is not None:
+            _at_least("max_batch_size", self.max_batch_size, 1)
         _at_least("max_num_tokens", self.max_num_tokens, 1)
         _at_least("threads", self.threads, 1)
         if self.threads > (cores := os.cpu_count() or 1):
@@ -47,17 +49,17 @@ class RuntimeConfig:
             _at_least("kv_pages", self.kv_pages, 1)
         if not 0.0 <= self.confidence_threshold <= 1.0:
             raise ConfigError(f"confidence_threshold is {self.confidence_threshold}, expected 0 (verify all) to 1")
-        for size in self.cuda_graph_batch_sizes or ():
-            if not 1 <= size <= self.max_batch_size:
-                raise ConfigError(
-                    f"cuda_graph_batch_sizes holds {size}, expected sizes in 1..{self.max_batch_size} (max_batch_size)"
-                )
+        if self.max_batch_size is not None:
+            self._buckets(self.max_batch_size)
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Request counts an iteration exists for, ascending; the last one is `max_batch_size`."""
-        sizes = self.cuda_graph_batch_sizes or default_buckets(self.max_batch_size)
-        return tuple(sorted({*sizes, self.max_batch_size}))
+    def _buckets(self, largest: int) -> tuple[int, ...]:
+        """Request counts an iteration exists for, ascending; the last one is `largest`, the batch size."""
+        for size in self.cuda_graph_batch_sizes or ():
+            if not 1 <= size <= largest:
+                raise ConfigError(
+                    f"cuda_graph_batch_sizes holds {size}, expected sizes in 1..{largest} (max_batch_size)"
+                )
+        return tuple(sorted({*(self.cuda_graph_batch_sizes or default_buckets(largest)), largest}))
 
     def limits(self, manifest: Manifest) -> Limits:
         """These choices on the engine of `manifest`; ConfigError where it cannot honour one."""
@@ -69,6 +71,9 @@ class RuntimeConfig:
                 f"draft_length is {draft_length}, but the engine's draft ({manifest.speculative.method}) was built "
                 f"for blocks of {block} tokens; ask for {block} or fewer"
             )
+        target = manifest.steps.get("target")
+        if target is not None and (refusal := depth_refusal(target.engine, build.decode_backend, draft_length)):
+            raise ConfigError(f"draft_length is {draft_length}: {refusal}")
         max_seq_len = build.max_seq_len if self.max_seq_len is None else self.max_seq_len
         if max_seq_len > build.max_seq_len:
             raise ConfigError(
@@ -76,16 +81,17 @@ class RuntimeConfig:
                 "less, or rebuild with a larger --max-seq-len"
             )
         pages_per_slot = -(-max_seq_len // build.tokens_per_page)
+        max_batch_size = build.max_batch_size if self.max_batch_size is None else self.max_batch_size
         return Limits(
-            max_batch_size=self.max_batch_size,
-            buckets=self.buckets,
+            max_batch_size=max_batch_size,
+            buckets=self._buckets(max_batch_size),
             max_num_tokens=self.max_num_tokens,
             max_seq_len=max_seq_len,
             draft_length=draft_length,
             confidence_threshold=self.confidence_threshold,
             tokens_per_page=build.tokens_per_page,
             pages_per_slot=pages_per_slot,
-            pages=self.max_batch_size * pages_per_slot if self.kv_pages is None else self.kv_pages,
+            pages=max_batch_size * pages_per_slot if self.kv_pages is None else self.kv_pages,
             vocab_size=build.vocab_size,
             eos_token_ids=build.eos_token_ids,
             lag=self.lag,

@@ -57,12 +57,13 @@ def engine_directory(
     *,
     draft: str = "auto",
     max_draft_len: int | None = None,
+    force_draft_len: bool = False,
     seed: int = 0,
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
     """The engine directory of a toy checkpoint; its checkpoint lies beside it as `checkpoint`."""
-    choices = [draft, max_draft_len, seed, tokenizer, repr(sorted(overrides.items()))]
+    choices = [draft, max_draft_len, force_draft_len, seed, tokenizer, repr(sorted(overrides.items()))]
     key = json.dumps([sorted(config.items()), *choices], default=repr)
     place = CACHE / hashlib.sha256((code_hash() + key).encode()).hexdigest()[:16]
     with locked(place):
@@ -70,6 +71,8 @@ def engine_directory(
             write_checkpoint(place / "checkpoint", config, seed=seed, **overrides)
             if tokenizer:
                 write_byte_tokenizer(place / "checkpoint", {**config, **overrides}["vocab_size"])
-            options = BuildOptions(draft=draft, max_draft_len=max_draft_len, force=True)
+            options = BuildOptions(
+                draft=draft, max_draft_len=max_draft_len, force_draft_len=force_draft_len, force=True
+            )
             build(place / "checkpoint", place / "engine", options)
     return place / "engine"

@@ -12,13 +12,13 @@ YaRN. The context is written for committed tokens only, so it never needs undoin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from twostroke.builder.config import DeepseekV4Config, DSparkConfig
+from twostroke.builder.config import DSPARK_BLOCKS, DeepseekV4Config, DSparkConfig, ModelConfig
 from twostroke.builder.networks.deepseek_v4 import HyperConnected, Projections
 from twostroke.builder.networks.layers import (
     Linear,
@@ -30,11 +30,31 @@ from twostroke.builder.networks.layers import (
     step_output,
     weight,
 )
+from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.flat_step import ring_targets, scatter_rows
 from twostroke.plugins.hyper_connection.torch_op import HC_HEAD
 from twostroke.plugins.markov_head.torch_op import MARKOV_PICKS
 from twostroke.plugins.nsa.torch_op import NSA_BLOCK
+
+
+def with_forced_block(config: ModelConfig, method: str, block_size: int | None) -> tuple[DeepseekV4Config, int | None]:
+    """The config with blocks of `block_size` tokens, and the size it was trained for where that is another.
+
+    Attention in a block is bidirectional: more or fewer rows change what every row proposes, so this is never done
+    unasked. The target's answers do not depend on it.
+    """
+    if method != "dspark" or not isinstance(config, DeepseekV4Config) or config.dspark is None:
+        raise BuildError(f"--force-draft-len is for dspark, which has a trained block; the draft method is {method}")
+    trained, (lowest, highest) = config.dspark.block_size, DSPARK_BLOCKS
+    if block_size is None or not lowest <= block_size <= highest:
+        given = "is missing" if block_size is None else f"is {block_size}"
+        raise BuildError(
+            f"--force-draft-len needs --max-draft-len, which {given}; accepted: {lowest} to {highest}, "
+            f"trained: {trained}"
+        )
+    forced = replace(config, dspark=replace(config.dspark, block_size=block_size))
+    return forced, None if block_size == trained else trained
 
 
 @dataclass(frozen=True)

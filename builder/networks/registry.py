@@ -78,7 +78,8 @@ def _dspark(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
     if max_draft_len not in (None, settings.block_size):
         raise BuildError(
             f"--max-draft-len is {max_draft_len}, but dspark drafts the block it was trained for, dspark_block_size = "
-            f"{settings.block_size}; leave the option out, and verify less of a block with the runtime's draft length"
+            f"{settings.block_size}; leave the option out and verify less of a block with the runtime's draft length, "
+            "or give --force-draft-len for a block of another size, which changes every row of it"
         )
 
     def steps(max_seq_len: int, own: frozenset[str]) -> tuple[StepSpec, ...]:

@@ -10,7 +10,9 @@ import torch
 
 from twostroke.builder.demo import whole_sequence
 from twostroke.builder.eager import EagerEngine
+from twostroke.builder.networks.dspark import with_forced_block
 from twostroke.engines.base import Engine
+from twostroke.engines.errors import BuildError
 from twostroke.engines.loading import LoadedEngine
 from twostroke.engines.manifest import StateTensor
 from twostroke.tests.builder.flat_runs import (
@@ -165,6 +167,44 @@ def test_every_block_row_sees_the_rows_behind_it(draft: Draft, toy: Toy, taps: A
     finally:
         toy.raw.dspark_block_size = GAMMA
     assert np.abs(found - alone).max() > 1e-2 * alone.std()
+
+
+def test_a_forced_block_is_the_oracles_block_of_that_size_and_changes_every_row(
+    toy: Toy, taps: Array, stream: list[int]
+) -> None:
+    """Seven rows instead of the five that were trained: none of them is what it was."""
+    at = 60
+    trained = oracle_draft(toy, taps, at, stream[at])
+    config, trained_for = with_forced_block(toy.config, "dspark", 7)
+    forced = Toy(toy.checkpoint.folder)
+    forced.config, forced.raw.dspark_block_size = config, 7
+    observing, proposing = forced.draft()
+    found = propose(proposing, Draft(observing, proposing, proposing.spec.state).seen(taps[:at]), [(1, at, stream[at])])
+    expected = oracle_draft(forced, taps, at, stream[at])
+    assert trained_for == GAMMA
+    assert found["tokens"][0].tolist() == expected["tokens"].tolist()
+    assert_close(found["logits"][0], expected["logits"], TOLERANCE)
+    changed = np.abs(expected["base"][:GAMMA] - trained["base"]).max(axis=1)
+    assert (changed > 0.01).all(), changed
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "sentence"),
+    [
+        ("mtp", 7, "--force-draft-len is for dspark, which has a trained block; the draft method is mtp"),
+        ("none", None, "the draft method is none"),
+        ("dspark", None, "--force-draft-len needs --max-draft-len, which is missing; accepted: 1 to 64, trained: 5"),
+        ("dspark", 65, "which is 65; accepted: 1 to 64"),
+    ],
+)
+def test_what_cannot_be_forced_is_refused(toy: Toy, method: str, depth: int | None, sentence: str) -> None:
+    with pytest.raises(BuildError) as caught:
+        with_forced_block(toy.config, method, depth)
+    assert sentence in str(caught.value)
+
+
+def test_a_forced_block_of_the_trained_size_is_the_trained_one(toy: Toy) -> None:
+    assert with_forced_block(toy.config, "dspark", GAMMA) == (toy.config, None)
 
 
 def test_context_before_valid_from_is_not_seen(draft: Draft, toy: Toy, taps: Array, stream: list[int]) -> None:

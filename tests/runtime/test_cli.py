@@ -133,13 +133,44 @@ def test_all_names_of_the_batch_size_mean_the_same_and_may_not_differ(
     engine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["generate", str(engine), "--prompt-ids", PROMPT_IDS, "--max-tokens", "1"]
-    for name in ("--max-batch-size", "--cuda-graph-max-bs", "--max-running-requests"):
+    for name in ("--max-batch-size", "--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--max-running-requests"):
         assert main([*run, name, "2"]) == 0
         assert "up to 2 requests" in capsys.readouterr().err
     assert main([*run, "--max-batch-size", "2", "--max-running-requests", "2"]) == 0
     capsys.readouterr()
     assert main([*run, "--max-batch-size", "2", "--max-running-requests", "3"]) == 2
-    assert "--max-running-requests 3 contradicts 2" in capsys.readouterr().err
+    assert "--max-running-requests 3 contradicts --max-batch-size 2" in capsys.readouterr().err
+
+
+def test_a_launch_line_drafts_as_deep_as_it_says(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["generate", str(engine), "--prompt-ids", PROMPT_IDS, "--json"]
+    whole = "--speculative-algorithm DSPARK --speculative-dspark-block-size 5 --speculative-num-draft-tokens 6"
+    for line, depth in (
+        (whole, 5),
+        ("--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4", 3),
+        ("--speculative-num-steps 1", 1),
+        ("--tp 1 --attention-backend dsa --dsa-prefill-backend portable --kv-cache-dtype float32", 5),
+    ):
+        assert main([*run, *line.split()]) == 0
+        found = capsys.readouterr()
+        assert f"depth {depth} of 5" in found.err
+        assert len(json.loads(found.out)["acceptance"]["accepted_at"]) == depth
+
+
+def test_outdated_spellings_work_and_one_line_says_what_they_are_called_now(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["generate", str(engine), "--prompt-ids", PROMPT_IDS, "--max-tokens", "1"]
+    old = "--attention-backend nsa --nsa-prefill portable --nsa-decode-backend portable --cuda-graph-max-bs 2"
+    assert main([*run, *old.split(), "--nsa-decode", "portable"]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if " now " in line] == [
+        "twostroke: outdated spellings, accepted: nsa is now dsa; --nsa-prefill is now --dsa-prefill-backend; "
+        "--nsa-decode-backend is now --dsa-decode-backend; --cuda-graph-max-bs is now --cuda-graph-max-bs-decode; "
+        "--nsa-decode is now --dsa-decode-backend"
+    ]
+    new = "--attention-backend dsa --dsa-prefill-backend portable --cuda-graph-max-bs-decode 2"
+    assert main([*run, *new.split()]) == 0
+    assert " now " not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -163,8 +194,17 @@ def test_all_names_of_the_batch_size_mean_the_same_and_may_not_differ(
         (["generate", "ENGINE", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0, expected"),
         (["generate", "ENGINE", "--prompt", "x", "--top-p", "7"], "top_p is 7.0, expected a number from 0 to 1"),
         (["generate", "ENGINE", "--prompt", "x", "--coupling", "exact"], "invalid choice: 'exact'"),
-        (["generate", "ENGINE", "--prompt", "x", "--draft-length", "6"], "draft_length is 6"),
-        (["generate", "ENGINE", "--prompt", "x", "--no-speculation", "--draft-length", "1"], "not allowed with"),
+        (["generate", "ENGINE", "--prompt", "x", "--draft-length", "6"], "--draft-length 6 asks for 6 drafted tokens"),
+        (["generate", "ENGINE", "--prompt", "x", "--draft-length", "-1"], "draft_length is -1"),
+        (["generate", "ENGINE", "--prompt", "x", "--no-speculation", "--draft-length", "1"], "contradicts --no-specul"),
+        (["generate", "ENGINE", "--prompt", "x", "--speculative-num-steps", "6"], "was built with dspark, 5 tokens an"),
+        (["generate", "ENGINE", "--prompt", "x", "--speculative-algorithm", "EAGLE"], "draft method mtp, but"),
+        (["generate", "ENGINE", "--prompt", "x", "--nsa-decode-backend", "fa3"], "onnxruntime has portable for decode"),
+        (
+            ["generate", "ENGINE", "--prompt", "x", "--tp-size", "2"],
+            "there is no tensor parallelism yet, accepted is 1",
+        ),
+        (["generate", "ENGINE", "--prompt", "x", "--max-batch-size", "0"], "--max-batch-size 0: expected at least 1"),
         (["generate", "ENGINE", "--prompt", "x", "--no-speculation", "--confidence-threshold", "0.5"], "no meaning"),
         (["generate", "ENGINE", "--prompt", "x", "--confidence-threshold", "2"], "confidence_threshold is 2.0"),
         (["generate", "ENGINE", "--prompt", "x", "--threads", "0"], "threads is 0"),
@@ -180,7 +220,7 @@ def test_what_cannot_be_honoured_is_one_line_and_exit_code_2(
     assert main([str(engine) if argument == "ENGINE" else argument for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    complaints = [line for line in err.splitlines() if "Scripted" not in line]
+    complaints = [line for line in err.splitlines() if "Scripted" not in line and " now " not in line]
     assert len(complaints) == 1
     assert complaints[0].startswith("twostroke")
     assert expected in complaints[0]
@@ -218,6 +258,7 @@ def test_inspect_explains_an_engine_directory(engine: Path, capsys: pytest.Captu
     assert report["speculation"] == {
         "method": "dspark",
         "draft_length": 5,
+        "trained_length": None,
         "taps_width": 1,
         "heads": {"markov_head": False, "confidence_head": False},
     }

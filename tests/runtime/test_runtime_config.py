@@ -8,12 +8,12 @@ from twostroke.runtime.buckets import choose_bucket, default_buckets, iteration_
 from twostroke.runtime.runtime_config import RuntimeConfig
 
 
-def manifest(draft_len: int = 5, max_seq_len: int = 128) -> Manifest:
+def manifest(draft_len: int = 5, max_seq_len: int = 128, max_batch_size: int = 8) -> Manifest:
     return Manifest(
         schema=1,
         twostroke_version="0",
         pretrained_config={},
-        build_config=BuildConfig(max_seq_len, draft_len, 4, 320, (1,), 0),
+        build_config=BuildConfig(max_seq_len, draft_len, 4, 320, (1,), 0, max_batch_size=max_batch_size),
         speculative=Speculative("dspark", draft_len, 192),
         steps={},
         state=(),
@@ -30,6 +30,16 @@ def test_draft_length_above_the_block_is_refused_with_both_numbers(depth: int) -
 @pytest.mark.parametrize("depth", [None, 0, 3, 5])
 def test_draft_length_up_to_the_block_is_taken(depth: int | None) -> None:
     assert RuntimeConfig(draft_length=depth).limits(manifest()).draft_length == (5 if depth is None else depth)
+
+
+def test_as_many_requests_run_as_the_build_recorded_unless_the_runtime_is_told_otherwise() -> None:
+    built = manifest(max_batch_size=20)
+    assert (RuntimeConfig().limits(built).max_batch_size, RuntimeConfig().limits(built).buckets[-1]) == (20, 20)
+    for asked in (3, 40):
+        limits = RuntimeConfig(max_batch_size=asked).limits(built)
+        assert (limits.max_batch_size, limits.slots) == (asked, asked + 1)
+    with pytest.raises(ConfigError, match=r"cuda_graph_batch_sizes holds 21, expected sizes in 1\.\.20"):
+        RuntimeConfig(cuda_graph_batch_sizes=(1, 21)).limits(built)
 
 
 def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
@@ -50,7 +60,7 @@ def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
         ({"max_seq_len": 1}, "max_seq_len"),
         ({"lag": -1}, "lag"),
         ({"threads": True}, "threads"),
-        ({"cuda_graph_batch_sizes": (1, 9)}, "cuda_graph_batch_sizes"),
+        ({"max_batch_size": 8, "cuda_graph_batch_sizes": (1, 9)}, "cuda_graph_batch_sizes"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(options: dict, name: str) -> None:
@@ -62,7 +72,7 @@ def test_a_value_out_of_range_is_refused_by_name(options: dict, name: str) -> No
 @pytest.mark.parametrize("sizes", [None, (1,), (1, 2)])
 def test_the_widest_batch_always_has_a_bucket(requests: int, sizes: tuple[int, ...] | None) -> None:
     sizes = None if sizes is None else tuple(size for size in sizes if size <= requests)
-    buckets = RuntimeConfig(max_batch_size=requests, cuda_graph_batch_sizes=sizes).buckets
+    buckets = RuntimeConfig(max_batch_size=requests, cuda_graph_batch_sizes=sizes).limits(manifest()).buckets
     assert buckets[-1] == requests
     assert all(choose_bucket(buckets, running) >= running for running in range(1, requests + 1))
 
