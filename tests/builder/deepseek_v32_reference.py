@@ -94,6 +94,7 @@ class Network:
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
         assert config["rms_norm_eps"] == EPS
+        assert not config.get("indexer_rope_interleave"), "absent in V3.2"
         self.config, self.layers = config, int(config["num_hidden_layers"])
         self.weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
         self.frequencies, self.scale = frequencies(config), softmax_scale(config)

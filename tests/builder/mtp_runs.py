@@ -94,8 +94,8 @@ class Draft:
 def compiled(loaded: LoadedEngine) -> Draft:
     """The draft steps of an engine directory."""
     state = tuple(tensor for tensor in loaded.manifest.state if tensor.name.startswith("mtp."))
-    engines = [loaded.engines[name] for name in ("observe", "next", "pick")]
-    return Draft(*engines, state, _pages(loaded.manifest.build_config.tokens_per_page))
+    observing, following, picking = (loaded.engines[name] for name in ("observe", "next", "pick"))
+    return Draft(observing, following, picking, state, _pages(loaded.manifest.build_config.tokens_per_page))
 
 
 def eager(toy: Toy, depth: int = DEPTH, max_seq_len: int = ROWS) -> Draft:
@@ -103,8 +103,9 @@ def eager(toy: Toy, depth: int = DEPTH, max_seq_len: int = ROWS) -> Draft:
     specs = draft_steps(toy, depth, max_seq_len)
     for spec in specs:
         load_into(spec.module, toy.checkpoint)
-    engines = [EagerEngine(spec) for spec in specs]
-    return Draft(*engines, specs[0].state, _pages(TARGETS[toy.config.model_type].tokens_per_page))
+    observing, following, picking = map(EagerEngine, specs)
+    pages = _pages(TARGETS[toy.config.model_type].tokens_per_page)
+    return Draft(observing, following, picking, observing.spec.state, pages)
 
 
 def draft_steps(toy: Toy, depth: int = DEPTH, max_seq_len: int = ROWS) -> tuple[StepSpec, ...]:
