@@ -21,13 +21,15 @@ from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.weights import load_into
 from twostroke.engines.base import Buffer, Engine
 from twostroke.engines.manifest import StateTensor
+from twostroke.tests.builder.deepseek_v32_reference import Alignment, Drafter, Network
 
 Array = np.ndarray
 Rows = Mapping[str, Array]
 
 
 class Toy:
-    """A toy checkpoint three ways: parsed config, networks with its weights, and the whole-sequence oracle."""
+    """A toy checkpoint three ways: parsed config, networks with its weights, and the whole-sequence oracle of its
+    family."""
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint.open(folder)
@@ -39,6 +41,13 @@ class Toy:
         """Every tensor by its checkpoint name, floating ones in fp32."""
         read = {name: self.checkpoint.read(name) for name in self.checkpoint.entries}
         return {name: value.float() if value.is_floating_point() else value for name, value in read.items()}
+
+    @functools.cached_property
+    def reference(self) -> Network | None:
+        """The numpy network, of a V3.2 checkpoint."""
+        if self.config.model_type != "deepseek_v32":
+            return None
+        return Network(vars(self.raw), {name: value.numpy() for name, value in self.weights.items()})
 
     def target(self, draft_len: int = 5, max_seq_len: int = 128) -> EagerEngine:
         """The target step in eager torch."""
@@ -61,14 +70,22 @@ class Toy:
     @torch.no_grad()
     def oracle(self, tokens: Iterable[int]) -> tuple[Array, Array]:
         """Logits [L, V] and taps [L, W] of a whole sequence."""
+        if self.reference:
+            rows = self.reference.target(list(tokens))
+            return rows.logits, rows.hidden
         ids = torch.tensor(list(tokens), dtype=torch.int64)[None]
         found = whole_sequence.target(self.raw, self.weights, ids)
         return found.logits[0].numpy(), found.taps[0].numpy()
 
     @torch.no_grad()
     def chain(self, taps: Array, tokens: Sequence[int], depth: int = 3, shift: int = 1) -> dict[str, Array]:
-        """Greedy tokens and logits of a NextN chain behind `tokens`, the last of which is the anchor; every row is
+        """Greedy tokens and logits of an MTP chain behind `tokens`, the last of which is the anchor; every row is
         computed anew each time. `shift` 1 is the rule, hidden i with token i+1; 0 is the documented mistake."""
+        if self.reference:
+            drafter = Drafter(self.reference, Alignment(token_shift=shift))
+            drafter.observe(taps, tokens, 0, len(tokens) - 1)
+            chain, rows = drafter.chain(depth)
+            return {"tokens": np.array(chain), "logits": rows}
         hidden = torch.from_numpy(taps[: len(tokens) - 1])[None]
         paired, picked, logits = list(tokens[shift:])[: hidden.shape[1]], [], []
         for _ in range(depth):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.__main__ import main
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.config import RopeScaling, parse_config
@@ -255,6 +256,24 @@ def test_without_its_tensors_auto_warns_mtp_is_refused_and_none_is_silent(caplog
     caplog.clear()
     assert detect_draft(parse(num_nextn_predict_layers=0), TARGET_NAMES) == "none"
     assert not caplog.records
+
+
+def test_a_folder_without_the_promised_mtp_tensors_is_inspected_with_a_warning_and_not_built_with_mtp(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:  # C-05
+    def leave_out(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+            del tensors[name]
+
+    folder = str(write_checkpoint(tmp_path / "checkpoint", T32, edit=leave_out))
+    assert main(["inspect", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] == "none"
+    assert "promises 1 MTP layers" in caplog.text
+    assert main(["build", folder, "-o", str(tmp_path / "engine"), "--draft", "mtp"]) == 2
+    said = capsys.readouterr().err
+    for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
+        assert f"model.layers.3.{part}.weight" in said
+    assert not (tmp_path / "engine").exists()
 
 
 def test_dspark_is_no_method_of_this_family() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from twostroke.builder.eager import EagerEngine
 from twostroke.builder.networks import deepseek_v32
-from twostroke.builder.networks.deepseek_v32 import DeepseekV32, LatentAttention
+from twostroke.builder.networks.deepseek_v32 import DeepseekV32, Flat, LatentAttention
 from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.engines.manifest import StateTensor
@@ -312,10 +312,10 @@ def test_below_top_k_the_absorbed_sparse_form_is_plain_dense_attention(tmp_path:
         attention = network.model.layers[1].self_attn
         assert isinstance(attention, LatentAttention)
         memory = Memory(target.spec.state)
-        rows = (torch.arange(40), torch.ones(40, dtype=torch.int64), torch.from_numpy(memory.table))
+        rows = (torch.arange(40), torch.ones(40, dtype=torch.int64), torch.from_numpy(memory.table).long())
         held = tuple(torch.from_numpy(memory.arrays[f"layers.1.{kind}"]) for kind in ("latent", "index"))
         with torch.no_grad():
-            found, _ = attention(x, network.flat(*rows), held)
+            found, _ = attention(x, Flat.of(network.config, network.frequencies, *rows), held)
             expected = plain_attention(attention, x, network.frequencies)
         errors.append((found - expected).abs().max(dim=1).values / expected.std())
     assert errors[0].max() < 1e-5

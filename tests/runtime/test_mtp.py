@@ -1,4 +1,4 @@
-"""Drafting with the NextN block as it is served: which hidden meets which token, and what the chain then says."""
+"""Drafting with an MTP layer as it is served: which hidden meets which token, and what the chain then says."""
 
 from __future__ import annotations
 
@@ -20,20 +20,32 @@ from twostroke.runtime.speculation import DraftBlock
 from twostroke.runtime.state import State
 from twostroke.tests.builder.flat_runs import Toy, assert_close
 from twostroke.tests.runtime.guarded import guarded
-from twostroke.tests.runtime.serving import Oracle, WatchedDraft, forced_scheduler, greedy, serve
+from twostroke.tests.runtime.serving import (
+    Answer,
+    Oracle,
+    WatchedDraft,
+    assert_same_rows,
+    forced_scheduler,
+    greedy,
+    serve,
+)
 
 STREAM = np.random.default_rng(7).integers(2, 319, size=64).tolist()
 Arrays = Mapping[str, np.ndarray]
 
 
-@pytest.fixture(scope="module")
-def oracle(preview_engine: LoadedEngine) -> Oracle:
-    return Oracle(guarded(preview_engine))
+ENGINES = {"v4-preview": "preview_engine", "v32": "t32_mtp_engine"}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def oracle(request: pytest.FixtureRequest) -> Oracle:
+    return Oracle(guarded(request.getfixturevalue(ENGINES[request.param])))
 
 
 @pytest.fixture(scope="module")
-def preview(preview_engine: LoadedEngine) -> Toy:
-    return Toy(preview_engine.folder.parent / "checkpoint")
+def toy(oracle: Oracle) -> Toy:
+    """The checkpoint of the same engine."""
+    return Toy(oracle.loaded.folder.parent / "checkpoint")
 
 
 class Watched:
@@ -68,11 +80,11 @@ def watched(loaded: LoadedEngine, **seen: Callable[[Arrays], None]) -> LoadedEng
 
 
 @pytest.mark.parametrize("budget", [64, 4, 1])
-def test_hidden_i_meets_token_i_plus_one_in_prefill_and_in_decode(oracle: Oracle, preview: Toy, budget: int) -> None:
+def test_hidden_i_meets_token_i_plus_one_in_prefill_and_in_decode(oracle: Oracle, toy: Toy, budget: int) -> None:
     """A-05: (h0, t1), (h1, t2), .., (h5, t6), then on through the answer; never (h0, t0)."""
     prompt = STREAM[:6]
     sequence = prompt + oracle.answer(prompt, greedy(12))
-    taps = preview.oracle(sequence)[1]
+    taps = toy.oracle(sequence)[1]
     pairs: list[tuple[int, int]] = []
 
     def note(given: Arrays) -> None:
@@ -112,12 +124,12 @@ def test_a_chain_of_g_tokens_is_one_pick_and_g_minus_one_rows_behind_the_committ
 
 @pytest.mark.parametrize("budget", [64, 7])
 def test_served_draft_logits_equal_the_reference_after_any_mix_of_accepts(
-    oracle: Oracle, preview: Toy, budget: int
+    oracle: Oracle, toy: Toy, budget: int
 ) -> None:
     """Depths 1 to 3 behind whole and chunked prompts, and after 0, 1, 2 and 3 accepted drafts, in a mixed batch."""
     prompts = {"a": STREAM[:5], "b": STREAM[3:24], "c": STREAM[30:31]}
     sequences = {name: prompt + oracle.answer(prompt, greedy(20)) for name, prompt in prompts.items()}
-    taps = {name: preview.oracle(sequence)[1] for name, sequence in sequences.items()}
+    taps = {name: toy.oracle(sequence)[1] for name, sequence in sequences.items()}
     compared = 0
 
     class Compared(WatchedDraft):
@@ -127,7 +139,7 @@ def test_served_draft_logits_equal_the_reference_after_any_mix_of_accepts(
                 if slot:
                     name = next(name for name in sequences if scheduler.slot_of(name) == slot)
                     tokens = sequences[name][: position + 1]
-                    expected = preview.chain(taps[name], tokens)
+                    expected = toy.chain(taps[name], tokens)
                     assert block.anchor[row] == tokens[-1]
                     assert block.tokens[row].tolist() == expected["tokens"].tolist()
                     for k in range(3):
@@ -147,14 +159,48 @@ def test_served_draft_logits_equal_the_reference_after_any_mix_of_accepts(
     assert compared > 20
 
 
-def test_the_manifest_and_the_start_up_line_name_method_and_depth(preview_engine: LoadedEngine) -> None:
-    manifest = preview_engine.manifest
+@pytest.mark.parametrize("max_seq_len", [None, 64])
+def test_a_chain_that_runs_over_the_length_limit_changes_no_answer(oracle: Oracle, max_seq_len: int | None) -> None:
+    """Nor any memory: drafted rows may stand behind the last position a request has a page for; beside a longer
+    request, in columns of the page table that are scratch to it; with a limit of one page for all, beyond the table."""
+    limits = {"a": 64, "b": 60, "c": max_seq_len or 90}
+    prompts = {"a": STREAM[:50], "b": STREAM[5:60], "c": STREAM[:58]}
+    requests = [Request(name, prompt, greedy(limits[name] - len(prompt))) for name, prompt in prompts.items()]
+    config = RuntimeConfig(max_batch_size=3, draft_length=5, max_seq_len=max_seq_len)
+    sequences = {r.id: [*r.prompt_ids, *oracle.answer(r.prompt_ids, r.params)] for r in requests}
+    scheduler = forced_scheduler(oracle.loaded, config, sequences, lambda turn: 0)
+    compared = set()
+
+    def check(scheduler: Scheduler, answers: dict[str, Answer]) -> None:
+        for name, sequence in sequences.items():
+            slot = scheduler.slot_of(name)
+            if slot is not None and answers[name].tokens:
+                position = int(scheduler.slots.position[slot])
+                found = scheduler.state.live_rows(slot, position, scheduler.page_table.full)
+                assert_same_rows(found, oracle.states(sequence)[position])
+                if position == limits[name] - 2:  # the last block went to position limit + 1
+                    compared.add(name)
+
+    answers = serve(scheduler, requests, after_step=check)
+    assert compared == set(sequences)
+    assert {r.id: [*r.prompt_ids, *answers[r.id].tokens] for r in requests} == sequences
+    assert {name: len(sequence) for name, sequence in sequences.items()} == limits
+
+
+STATE = {
+    "preview_engine": {"mtp.0.window": ("ring", 12), "mtp.0.hidden": ("ring", 1)},
+    "t32_mtp_engine": {"mtp.0.latent": ("paged", 64), "mtp.0.index": ("paged", 64), "mtp.0.hidden": ("ring", 1)},
+}
+
+
+@pytest.mark.parametrize(("engine", "width"), [("preview_engine", 2 * 64), ("t32_mtp_engine", 64)])
+def test_the_manifest_and_the_start_up_line_name_method_and_depth(
+    request: pytest.FixtureRequest, engine: str, width: int
+) -> None:
+    manifest = request.getfixturevalue(engine).manifest
     assert manifest.speculative.method == "mtp"
     assert manifest.speculative.draft_len == manifest.build_config.max_draft_len == 5
-    assert manifest.speculative.taps_width == 2 * 64
-    assert {t.name: (t.addressing, t.rows) for t in manifest.state if t.name.startswith("mtp.")} == {
-        "mtp.0.window": ("ring", 12),
-        "mtp.0.hidden": ("ring", 1),
-    }
+    assert manifest.speculative.taps_width == width
+    assert {t.name: (t.addressing, t.rows) for t in manifest.state if t.name.startswith("mtp.")} == STATE[engine]
     limits = RuntimeConfig(draft_length=3).limits(manifest)
     assert "draft mtp, depth 3 of 5; onnxruntime" in startup_line(manifest, limits)
