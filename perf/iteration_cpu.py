@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import onnxruntime
 
 from twostroke.builder.build import BuildOptions, build
 from twostroke.engines.loading import LoadedEngine, load_engine_directory
+from twostroke.perf.provenance import commit, device, processor
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
@@ -189,7 +189,7 @@ def nodes(folder: Path, steps: dict[str, Any]) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu-" + str(len(__import__("os").sched_getaffinity(0))) + "core")
+    parser.add_argument("--device", default=device())
     options = parser.parse_args()
     models = [model(name, values) for name, values in MODELS.items()]
     table = {
@@ -229,24 +229,6 @@ def model(name: str, values: dict[str, Any]) -> dict[str, Any]:
             "ids_identical": ids_agree(loaded),
             "graph_nodes": nodes(folder / "engine", manifest.steps),
         }
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
 
 
 def markdown(table: dict[str, Any]) -> str:
