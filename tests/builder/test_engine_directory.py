@@ -23,7 +23,7 @@ from twostroke.builder.engine_directory import staging
 from twostroke.engines.errors import BuildError, EngineError
 from twostroke.engines.loading import load_engine_directory
 from twostroke.engines.manifest import Manifest, read_manifest
-from twostroke.tests.checkpoints import F4_PLAIN, with_overrides, write_checkpoint
+from twostroke.tests.checkpoints import F4, F4_PLAIN, with_overrides, write_checkpoint
 
 # One layer, no draft: a second to export.
 ONE_LAYER = with_overrides(
@@ -239,6 +239,14 @@ def test_an_impossible_choice_is_refused_before_anything_is_written(
 ) -> None:
     message = refusal(checkpoint, tmp_path / "engine", **options)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("flag", ["enable_confidence_head", "confidence_head_with_markov"])
+def test_a_confidence_head_of_another_form_is_refused_before_anything_is_written(tmp_path: Path, flag: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", F4, **{flag: False})
+    message = refusal(folder, tmp_path / "engine")
+    assert flag in message
+    assert "--draft none" in message
 
 
 @pytest.mark.parametrize("content", ["[", "[]", '{"eos_token_id": "two"}', '{"eos_token_id": [1, true]}'])
