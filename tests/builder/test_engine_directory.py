@@ -20,7 +20,7 @@ import pytest
 from twostroke.builder import build as build_module
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.engine_directory import staging
-from twostroke.engines.errors import BuildError, EngineError
+from twostroke.engines.errors import BuildError, ConfigError, EngineError
 from twostroke.engines.loading import load_engine_directory
 from twostroke.engines.manifest import Manifest, read_manifest
 from twostroke.tests.checkpoints import F4, F4_PLAIN, with_overrides, write_checkpoint
@@ -247,6 +247,16 @@ def test_a_confidence_head_of_another_form_is_refused_before_anything_is_written
     message = refusal(folder, tmp_path / "engine")
     assert flag in message
     assert "--draft none" in message
+
+
+@pytest.mark.parametrize("ratio", [6, 512])
+def test_a_csa_ratio_that_does_not_fill_pages_is_refused(tmp_path: Path, ratio: int) -> None:
+    """A page would hold the rows of fewer tokens than the page table counts, and rows would land in others' pages."""
+    types = ["compressed_sparse_attention"]
+    folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER, compress_ratios=[ratio], layer_types=types)
+    with pytest.raises(ConfigError, match=f"compress_ratios .* {ratio} .*256"):
+        build(folder, tmp_path / "engine", BuildOptions())
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.parametrize("content", ["[", "[]", '{"eos_token_id": "two"}', '{"eos_token_id": [1, true]}'])
