@@ -259,6 +259,16 @@ def test_a_csa_ratio_that_does_not_fill_pages_is_refused(tmp_path: Path, ratio: 
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.parametrize("ids", [320, [1, 320], -1])
+def test_end_of_text_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: object) -> None:
+    """Else the engine loads and refuses every request."""
+    folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    message = refusal(folder, tmp_path / "engine")
+    assert str(folder / "generation_config.json") in message
+    assert "0..319" in message
+
+
 @pytest.mark.parametrize("content", ["[", "[]", '{"eos_token_id": "two"}', '{"eos_token_id": [1, true]}'])
 def test_a_broken_generation_config_is_named(tmp_path: Path, content: str) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER)
