@@ -114,6 +114,14 @@ def test_stop_strings_before_min_tokens_are_ordinary_text(tokenizer: Tokenizer) 
     assert (piece.text, piece.kept, piece.stop) == ("aXb", 4, "X")
 
 
+def test_a_stop_string_completed_before_min_tokens_does_not_count_while_it_is_held_back(tokenizer: Tokenizer) -> None:
+    """`ab` ends at the third token, but goes on being held: it begins `xabc` too."""
+    ids = [byte_id(tokenizer, byte) for byte in b"xabz"]
+    answer = AnswerText(tokenizer, stop_strings=["ab", "xabc"], min_tokens=4)
+    piece = answer.push(ids)
+    assert (piece.text + answer.flush(), piece.kept, piece.stop) == ("xabz", 4, None)
+
+
 @given(ids=SOME_IDS, block=st.integers(1, 6), stops=SOME_STOPS)
 def test_blocks_do_not_change_text_or_tokens(
     tokenizer: Tokenizer, ids: list[int], block: int, stops: list[str]
