@@ -33,8 +33,8 @@ class Progress:
     """What one step brought for one request: its new tokens, and on the last one why it ended.
 
     `stop_reason` is the id from `stop_token_ids` that ended it (None for end of text). `acceptance` is the request's
-    own and counts on. `logits` f32 [new tokens, V], where asked for: the target rows that judged, before any
-    processing.
+    own, as it stood then: one step may bring a request several. `logits` f32 [new tokens, V], where asked for: the
+    target rows that judged, before any processing.
     """
 
     request_id: str
