@@ -264,6 +264,7 @@ def test_result_gives_up_after_its_timeout_and_the_request_goes_on() -> None:
         ([5] * 200, "prompt has 200 tokens"),
         ([5] * 100_000, "prompt has 100000 tokens"),
         (b"bytes", "the prompt is a bytes"),
+        ("a\udcffb", r"the prompt has '\\udcff' at character 1, expected text that UTF-8 can hold"),
         (5, "inputs is a int"),
         ({"text": "a"}, r"keys \['text'\], expected prompt or prompt_token_ids"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "expected prompt or prompt_token_ids"),
