@@ -45,12 +45,16 @@ class RuntimeConfig:
             _at_least("draft_length", self.draft_length, 0)
         if self.kv_pages is not None:
             _at_least("kv_pages", self.kv_pages, 1)
-        if not 0.0 <= self.confidence_threshold <= 1.0:
-            raise ConfigError(f"confidence_threshold is {self.confidence_threshold}, expected 0 (verify all) to 1")
-        for size in self.cuda_graph_batch_sizes or ():
-            if not 1 <= size <= self.max_batch_size:
+        threshold = self.confidence_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
+            raise ConfigError(f"confidence_threshold is {threshold!r}, expected 0 (verify all) to 1")
+        sizes = self.cuda_graph_batch_sizes
+        if sizes is not None and not isinstance(sizes, tuple | list):
+            raise ConfigError(f"cuda_graph_batch_sizes is {sizes!r}, expected a list of sizes")
+        for size in sizes or ():
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.max_batch_size:
                 raise ConfigError(
-                    f"cuda_graph_batch_sizes holds {size}, expected sizes in 1..{self.max_batch_size} (max_batch_size)"
+                    f"cuda_graph_batch_sizes holds {size!r}, expected sizes in 1..{self.max_batch_size}, max_batch_size"
                 )
 
     @property
@@ -68,6 +72,11 @@ class RuntimeConfig:
             raise ConfigError(
                 f"draft_length is {draft_length}, but the engine's draft ({manifest.speculative.method}) was built "
                 f"for blocks of {block} tokens; ask for {block} or fewer"
+            )
+        if self.confidence_threshold and not draft_length:
+            raise ConfigError(
+                f"confidence_threshold is {self.confidence_threshold}, but nothing is drafted (draft method "
+                f"{manifest.speculative.method}, draft_length {draft_length}); leave it out"
             )
         max_seq_len = build.max_seq_len if self.max_seq_len is None else self.max_seq_len
         if max_seq_len > build.max_seq_len:
