@@ -286,6 +286,8 @@ def test_a_bad_prompt_is_refused_and_the_next_request_served(
         ({"stop_token_ids": [1, VOCAB]}, "stop_token_ids"),
         ({"bad_token_ids": [VOCAB]}, "bad_token_ids"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"bad_token_ids": list(range(VOCAB))}, "bad_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)}, "logit_bias"),
         ({"speculative": 9}, "speculative"),
         ({"min_tokens": 94, "max_tokens": 95}, "min_tokens"),
     ],
