@@ -23,7 +23,7 @@ from twostroke.builder.export import export_step
 from twostroke.builder.networks.dspark import with_forced_block
 from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.shared_tensors import own_tensors
-from twostroke.builder.strict_json import shown_list
+from twostroke.builder.strict_json import shown, shown_list
 from twostroke.builder.weights import collect, parameters_of
 from twostroke.engines.attention_backends import ENGINES, Phase, backend_refusal, depth_refusal, kv_cache_refusal
 from twostroke.engines.errors import BuildError
@@ -105,7 +105,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     draft = target.drafts[method](config, options.max_draft_len)
     if refusal := depth_refusal(options.engine, decode_backend, draft.block_size):
         raise BuildError(refusal)
-    eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids)
+    eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids, config.vocab_size)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
     network = target.network(config, draft.block_size, max_seq_len, draft.taps)
     specs = (network.step(), *draft.steps(max_seq_len, own_tensors(checkpoint, tensors)))
@@ -205,16 +205,18 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _eos_token_ids(source: Path, from_config: tuple[int, ...]) -> tuple[int, ...]:
+def _eos_token_ids(source: Path, from_config: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """End-of-text ids: the config's, and those a generation_config.json adds."""
     path = source / "generation_config.json"
-    ids = list(from_config)
+    ids: list[Any] = list(from_config)
     if path.is_file():
         try:
             extra = json.loads(path.read_text()).get("eos_token_id", [])
         except (ValueError, AttributeError) as error:
             raise BuildError(f"{path} is not a JSON object: {error}") from None
         ids += extra if isinstance(extra, list) else [extra]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise BuildError(f"{path}: eos_token_id is {ids}; expected an integer or a list of integers")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise BuildError(
+                f"{path}: eos_token_id is {shown(extra)}; expected a token id in 0..{vocab_size - 1}, or a list of them"
+            )
     return tuple(dict.fromkeys(ids))

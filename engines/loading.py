@@ -12,6 +12,7 @@ import numpy as np
 from twostroke.engines.base import Buffer, Compiler, Engine
 from twostroke.engines.errors import EngineError
 from twostroke.engines.manifest import (
+    CONFIG_FILE,
     WEIGHTS_FILE,
     Manifest,
     WeightRecord,
@@ -64,6 +65,12 @@ def load_engine_directory(
 
 def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
     """Checks presence, size and hash of every file the manifest names, and size and header of every shard it uses."""
+    for step in manifest.steps.values():
+        if step.file not in manifest.files:
+            raise EngineError(
+                f"{folder / CONFIG_FILE}: step {step.name} is in {step.file}, which is none of the directory's files; "
+                "rebuild the engine"
+            )
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():

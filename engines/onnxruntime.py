@@ -33,6 +33,11 @@ class OnnxRuntimeCompiler:
 
     def load(self, folder: Path, step: Step, weights: Mapping[str, Buffer], threads: int = 1) -> OnnxRuntimeEngine:
         """The engine of one step. Raises EngineError if the graph does not load or disagrees with the manifest."""
+        if (step.stage, step.device) != ("portable", "cpu"):
+            raise EngineError(
+                f"step {step.name} is of stage {step.stage} for {step.device}; {self.name} runs portable steps on cpu, "
+                "so rebuild the engine for it"
+            )
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -62,6 +67,14 @@ class OnnxRuntimeEngine:
             raise EngineError(
                 f"step {step.name}: graph and manifest disagree on bindings {differing}; rebuild the engine"
             )
+        states = {name for name, binding in self._bindings.items() if binding.role == "state"}
+        for name, binding in self._bindings.items():
+            implied = name.removesuffix(".next") if name.removesuffix(".next") in states - {name} else None
+            if binding.alias != implied:
+                raise EngineError(
+                    f"step {step.name}: {name} updates {binding.alias} in the manifest, {implied} in the graph; "
+                    "rebuild the engine"
+                )
         self._weights: dict[str, ort.OrtValue] = {}
         for name, binding in self._bindings.items():
             if binding.role == "weight":

@@ -232,11 +232,16 @@ def _dump_logits(path: Path, output: RequestOutput) -> None:
     answer = output.outputs[0]
     prompt = output.prompt_token_ids
     assert answer.generation_logits is not None
-    with open(path, "wb") as file:
-        np.savez(
-            file,
-            logits=answer.generation_logits,
-            positions=np.arange(len(prompt), len(prompt) + answer.length, dtype=np.int32),
-            token_ids=np.array(answer.token_ids, np.int32),
-            prompt_token_ids=np.array(prompt, np.int32),
-        )
+    try:
+        with open(path, "wb") as file:
+            np.savez(
+                file,
+                logits=answer.generation_logits,
+                positions=np.arange(len(prompt), len(prompt) + answer.length, dtype=np.int32),
+                token_ids=np.array(answer.token_ids, np.int32),
+                prompt_token_ids=np.array(prompt, np.int32),
+            )
+    except OSError as error:
+        raise RequestError(
+            f"--dump-logits: {path} could not be written ({error.strerror or error})", field="dump_logits"
+        ) from None

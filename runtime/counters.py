@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -35,23 +35,34 @@ class Acceptance:
         for k in range(accepted):
             self.accepted_at[k] += 1
 
-    def cut(self, count: int, kept: int) -> range:
-        """Only `kept` of the `count` tokens of the last iteration were delivered: the text ended between them. Returns
-        the draft places that no longer count."""
+    def cut(self, count: int, kept: int) -> None:
+        """Only `kept` of the `count` tokens of the last iteration were delivered: the text ended between them."""
         if kept == count:
-            return range(0)
+            return
         # Every iteration before brought one token beyond its drafts; the last one did too unless it ended on a draft.
         undrafted = self.emitted - self.accepted - (self.iterations - 1)
         places = range(kept, count - undrafted)
-        self.take_back(places, count - kept)
-        return places
-
-    def take_back(self, places: range, tokens: int) -> None:
-        """Uncounts the accepted drafts at `places` and `tokens` emitted tokens."""
         for place in places:
             self.accepted_at[place] -= 1
         self.accepted -= len(places)
-        self.emitted -= tokens
+        self.emitted -= count - kept
+
+    def copy(self) -> Acceptance:
+        """What it says now."""
+        return replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
+
+    def correct(self, counted: Acceptance, delivered: Acceptance) -> None:
+        """These are totals in which a request stands as `counted`; make it stand as `delivered`, which is no more."""
+        self.iterations -= counted.iterations - delivered.iterations
+        self.drafted -= counted.drafted - delivered.drafted
+        self.accepted -= counted.accepted - delivered.accepted
+        self.emitted -= counted.emitted - delivered.emitted
+        for totals, more, less in (
+            (self.drafted_at, counted.drafted_at, delivered.drafted_at),
+            (self.accepted_at, counted.accepted_at, delivered.accepted_at),
+        ):
+            for k, surplus in enumerate(more):
+                totals[k] -= surplus - (less[k] if k < len(less) else 0)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -90,3 +101,7 @@ class EngineCounters:
     def count_finish(self, reason: str) -> None:
         """One more request that ended for `reason`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def uncount_finish(self, reason: str) -> None:
+        """One that was counted ended for another reason."""
+        self.finished[reason] -= 1

@@ -42,9 +42,10 @@ class StopMatcher:
 
         With a match the text ends where the answer ends. Without `armed` a string completed here does not count.
         """
+        known = len(self._held)
         text = self._held + text
         self._held = ""
-        if armed and (found := self._find(text)):
+        if armed and (found := self._find(text, known)):
             start, string = found
             return text[: start + len(string) if self._include else start], string
         keep = self._undecided(text)
@@ -56,8 +57,9 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        starts = ((text.find(string), string) for string in self._strings)
+    def _find(self, text: str, known: int) -> tuple[int, str] | None:
+        """The first string that ends behind the first `known` characters: one that ended among them was unarmed."""
+        starts = ((text.find(string, max(0, known + 1 - len(string))), string) for string in self._strings)
         matches = [(start, string) for start, string in starts if start >= 0]
         return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 

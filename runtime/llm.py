@@ -181,6 +181,14 @@ class LLM:
                     f"{TOKENIZER_FILE} into the directory",
                     field="prompt",
                 )
+            try:
+                inputs.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"the prompt has {inputs[error.start]!r} at character {error.start}, expected text that UTF-8 can "
+                    "hold; bytes of another encoding become such characters on a command line",
+                    field="prompt",
+                ) from None
             return inputs, self.tokenizer.encode(inputs, params.add_special_tokens)
         if isinstance(inputs, np.ndarray):
             inputs = inputs.tolist()

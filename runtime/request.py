@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,8 +34,8 @@ class Progress:
     """What one step brought for one request: its new tokens, and on the last one why it ended.
 
     `stop_reason` is the id from `stop_token_ids` that ended it (None for end of text). `acceptance` is the request's
-    own and counts on. `logits` f32 [new tokens, V], where asked for: the target rows that judged, before any
-    processing.
+    own, as it stood then: one step may bring a request several. `logits` f32 [new tokens, V], where asked for: the
+    target rows that judged, before any processing.
     """
 
     request_id: str
@@ -71,6 +72,11 @@ def check_stops(params: SamplingParams, vocab_size: int) -> None:
         _check_ids("end_id", [params.end_id], vocab_size)
     _check_ids("bad_token_ids", params.bad_token_ids or (), vocab_size)
     _check_ids("logit_bias", list(params.logit_bias or ()), vocab_size)
+    if sum(value == -math.inf for value in params.bias.values()) == vocab_size:
+        raise RequestError(
+            f"bad_token_ids and logit_bias forbid all {vocab_size} tokens, expected at least one that may be chosen",
+            field="bad_token_ids" if params.bad_token_ids else "logit_bias",
+        )
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -47,8 +47,15 @@ class RuntimeConfig:
             _at_least("draft_length", self.draft_length, 0)
         if self.kv_pages is not None:
             _at_least("kv_pages", self.kv_pages, 1)
-        if not 0.0 <= self.confidence_threshold <= 1.0:
-            raise ConfigError(f"confidence_threshold is {self.confidence_threshold}, expected 0 (verify all) to 1")
+        threshold = self.confidence_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
+            raise ConfigError(f"confidence_threshold is {threshold!r}, expected 0 (verify all) to 1")
+        sizes = self.cuda_graph_batch_sizes
+        if sizes is not None and not isinstance(sizes, tuple | list):
+            raise ConfigError(f"cuda_graph_batch_sizes is {sizes!r}, expected a list of sizes")
+        for size in sizes or ():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"cuda_graph_batch_sizes holds {size!r}, expected sizes of 1 or more")
         if self.max_batch_size is not None:
             self._buckets(self.max_batch_size)
 
@@ -74,6 +81,11 @@ class RuntimeConfig:
         target = manifest.steps.get("target")
         if target is not None and (refusal := depth_refusal(target.engine, build.decode_backend, draft_length)):
             raise ConfigError(f"draft_length is {draft_length}: {refusal}")
+        if self.confidence_threshold and not draft_length:
+            raise ConfigError(
+                f"confidence_threshold is {self.confidence_threshold}, but nothing is drafted (draft method "
+                f"{manifest.speculative.method}, draft_length {draft_length}); leave it out"
+            )
         max_seq_len = build.max_seq_len if self.max_seq_len is None else self.max_seq_len
         if max_seq_len > build.max_seq_len:
             raise ConfigError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from twostroke.engines.errors import RequestError
-from twostroke.plugins.accept.sampling_slots import MAX_TEMPERATURE, MIN_TEMPERATURE
+from twostroke.plugins.accept.sampling_slots import MAX_EDIT, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _LATER = "arrives in a later version"
 _NO_BEAMS = "there is no beam search"
@@ -167,11 +167,9 @@ class SamplingParams:
         if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
             raise _wrong("temperature", self.temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
         _whole("seed", self.seed, 0, 2**64 - 1)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0:
-            raise _wrong("repetition_penalty", self.repetition_penalty, "above 0 (1 is off)")
-        _real("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _real("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _real("repetition_penalty", self.repetition_penalty, 1 / MAX_EDIT, MAX_EDIT)
+        _real("presence_penalty", self.presence_penalty, -MAX_EDIT, MAX_EDIT)
+        _real("frequency_penalty", self.frequency_penalty, -MAX_EDIT, MAX_EDIT)
         _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
         _token_list("stop_token_ids", self.stop_token_ids)
         _token_list("bad_token_ids", self.bad_token_ids)
@@ -214,8 +212,9 @@ class SamplingParams:
             raise _wrong("logit_bias", self.logit_bias, "a mapping of token id to number")
         for token, value in self.logit_bias.items():
             _whole("logit_bias", token, 0, None, "token ids as keys")
-            if not _is_real(value) or math.isnan(value) or value == math.inf:
-                raise _wrong(f"logit_bias of token {token}", value, "a finite number or -inf (never)", "logit_bias")
+            if not _is_real(value) or not (value == -math.inf or -MAX_EDIT <= value <= MAX_EDIT):
+                expected = f"a number from {-MAX_EDIT:g} to {MAX_EDIT:g}, or -inf (never)"
+                raise _wrong(f"logit_bias of token {token}", value, expected, "logit_bias")
 
     @property
     def greedy(self) -> bool:

@@ -60,6 +60,14 @@ class _Entry:
         return self.prefilled == len(self.request.prompt_ids)
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """A request that ended by itself in the step before."""
+
+    acceptance: Acceptance
+    reason: FinishReasonName
+
+
 class Scheduler:
     """Serves requests on one loaded engine. Not thread-safe: one caller submits, aborts and steps.
 
@@ -99,6 +107,7 @@ class Scheduler:
         self._waiting: deque[_Entry] = deque()
         self._running: dict[int, _Entry] = {}
         self._aborted: list[Progress] = []
+        self._ended: dict[str, _Ended] = {}
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Prepares every iteration shape before the first request; `progress(done, total)`."""
@@ -158,21 +167,28 @@ class Scheduler:
         else:
             self._release(entry)
         self.counters.count_finish("abort")
-        self._aborted.append(Progress(request_id, [], entry.acceptance, "abort"))
+        self._aborted.append(Progress(request_id, [], entry.acceptance.copy(), "abort"))
 
-    def stop(self, request_id: str, count: int, kept: int) -> None:
-        """The text of a running request ended within the `count` tokens of its last Progress: `kept` of them stay."""
+    def stop(self, request_id: str, delivered: Acceptance) -> None:
+        """The text of a request ended within a Progress of the last step, after what `delivered` counts.
+
+        Whatever came behind it counts no more: tokens, iterations, and another end in the same step.
+        """
         entry = self._entries.pop(request_id, None)
-        if entry is None:
-            LOGGER.debug("stop of request %r ignored: it ended by itself in the same block", request_id)
-            return
-        self.counters.acceptance.take_back(entry.acceptance.cut(count, kept), count - kept)
-        self._release(entry)
+        if entry is not None:
+            self._release(entry)
+            counted = entry.acceptance
+        else:
+            ended = self._ended.pop(request_id)
+            self.counters.uncount_finish(ended.reason)
+            counted = ended.acceptance
+        self.counters.acceptance.correct(counted, delivered)
         self.counters.count_finish("stop")
 
     def step(self) -> list[Progress]:
         """Admits, prefills once, iterates once; what is new for whom, in that order."""
         self.counters.steps += 1
+        self._ended.clear()
         progress, self._aborted = self._aborted, []
         self._admit()
         progress += self._run_prefill()
@@ -263,15 +279,16 @@ class Scheduler:
     def _progress(
         self, entry: _Entry, tokens: list[int], done: bool, reason: int, logits: np.ndarray | None
     ) -> Progress:
-        request = entry.request
+        request, acceptance = entry.request, entry.acceptance.copy()
         if not done:
-            return Progress(request.id, tokens, entry.acceptance, logits=logits)
+            return Progress(request.id, tokens, acceptance, logits=logits)
         stop_ids = request.params.stop_token_ids or ()
         stopped_by = tokens[-1] if reason == FinishReason.STOP and tokens[-1] in stop_ids else None
         del self._entries[request.id]
         self._release(entry)
+        self._ended[request.id] = _Ended(entry.acceptance, _NAMES[reason])
         self.counters.count_finish(_NAMES[reason])
-        return Progress(request.id, tokens, entry.acceptance, _NAMES[reason], stopped_by, logits)
+        return Progress(request.id, tokens, acceptance, _NAMES[reason], stopped_by, logits)
 
     def _release(self, entry: _Entry) -> None:
         """Slot and pages back. What is in flight for the slot carries the old generation."""

@@ -10,10 +10,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from twostroke.engines.errors import EngineError
-from twostroke.runtime.counters import Acceptance
 from twostroke.runtime.detokenizer import AnswerText
 from twostroke.runtime.generation import Generation
 from twostroke.runtime.outputs import FinishReason
@@ -140,7 +139,7 @@ class ServingLoop:
         if progress.finish_reason is not None:
             finish = _FINISH[progress.finish_reason]
         stop_reason: int | str | None = progress.stop_reason
-        acceptance = _snapshot(progress.acceptance)
+        acceptance = progress.acceptance
         text = ""
         if entry.text is not None:
             piece = entry.text.push(token_ids, ends_with_stop_token=finish == "stop")
@@ -148,7 +147,7 @@ class ServingLoop:
             if piece.stop is not None:
                 finish, stop_reason = "stop", piece.stop
                 acceptance.cut(len(progress.token_ids), piece.kept)
-                self._scheduler.stop(progress.request_id, len(progress.token_ids), piece.kept)
+                self._scheduler.stop(progress.request_id, acceptance)
             elif finish is not None:
                 text += entry.text.flush()
         entry.generation.publish(
@@ -159,8 +158,3 @@ class ServingLoop:
             finish_reason=finish,
             stop_reason=stop_reason,
         )
-
-
-def _snapshot(acceptance: Acceptance) -> Acceptance:
-    """What it says now: the scheduler's own counts on."""
-    return replace(acceptance, drafted_at=acceptance.drafted_at.copy(), accepted_at=acceptance.accepted_at.copy())

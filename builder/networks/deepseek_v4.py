@@ -31,6 +31,7 @@ from twostroke.builder.networks.layers import (
     step_output,
     weight,
 )
+from twostroke.engines.errors import ConfigError
 from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.all_reduce.torch_op import ALL_REDUCE
 from twostroke.plugins.compressor.torch_op import COMPRESS
@@ -238,6 +239,11 @@ class CompressedSparseAttention(Projections):
 
     def __init__(self, config: DeepseekV4Config, ratio: int, block: int) -> None:
         super().__init__(config)
+        if TOKENS_PER_PAGE % ratio:
+            raise ConfigError(
+                f"compress_ratios has {ratio} for a {CSA} layer; expected a divisor of {TOKENS_PER_PAGE}, the tokens "
+                "of a page, which holds whole compressed rows"
+            )
         self.ratio = ratio
         self.ring = block + config.sliding_window - 1
         raw_ring = block + 2 * ratio - 2

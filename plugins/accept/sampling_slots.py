@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 NO_LIMIT = 2**31 - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+# Penalties and finite biases: with them float32 logits stay finite at any temperature, so no row becomes NaN.
+MAX_EDIT = 1e9
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
@@ -91,9 +93,14 @@ class SamplingSlots:
         _require(0 <= top_k <= NO_LIMIT, "top_k", top_k, "0 (off) or more")
         _require(0 < top_p <= 1, "top_p", top_p, "above 0, at most 1 (off)")
         _require(0 <= min_p <= 1, "min_p", min_p, "0 (off) to 1")
-        _require(0 < repetition_penalty < math.inf, "repetition_penalty", repetition_penalty, "above 0 (1 is off)")
-        _require(math.isfinite(presence_penalty), "presence_penalty", presence_penalty, "a finite number")
-        _require(math.isfinite(frequency_penalty), "frequency_penalty", frequency_penalty, "a finite number")
+        _require(
+            1 / MAX_EDIT <= repetition_penalty <= MAX_EDIT,
+            "repetition_penalty",
+            repetition_penalty,
+            f"{1 / MAX_EDIT:g}..{MAX_EDIT:g} (1 is off)",
+        )
+        for name, penalty in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+            _require(-MAX_EDIT <= penalty <= MAX_EDIT, name, penalty, f"{-MAX_EDIT:g}..{MAX_EDIT:g}")
         _require(0 <= seed < 2**64, "seed", seed, "0..2**64-1")
         _require(0 <= min_position <= NO_LIMIT, "min_position", min_position, f"0..{NO_LIMIT}")
         _require(0 <= limit <= NO_LIMIT, "limit", limit, f"0..{NO_LIMIT}")
@@ -102,7 +109,12 @@ class SamplingSlots:
         edits = {} if bias is None else dict(bias)
         bias_ids = self._ids("bias", edits)
         for token, value in edits.items():
-            _require(value < math.inf, f"bias of token {token}", value, "a finite number or -inf (never)")
+            _require(
+                value == -math.inf or -MAX_EDIT <= value <= MAX_EDIT,
+                f"bias of token {token}",
+                value,
+                f"{-MAX_EDIT:g}..{MAX_EDIT:g} or -inf (never)",
+            )
         penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
         _require(
             repetition_penalty == 1 or prompt_ids is not None,

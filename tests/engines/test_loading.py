@@ -192,6 +192,30 @@ def rename_binding(config: dict[str, Any]) -> None:
     binding["name"] = "places"
 
 
+@pytest.mark.parametrize(("field", "value"), [("stage", "final"), ("device", "cuda:9.0")])
+def test_a_step_of_another_stage_or_device(engine: Path, field: str, value: str) -> None:
+    reseal(engine, lambda config: config["steps"]["observe"].update({field: value}))
+    message = refusal(engine)
+    assert f"step observe is of stage {value if field == 'stage' else 'portable'}" in message
+    assert "runs portable steps on cpu" in message
+
+
+@pytest.mark.parametrize("alias", [None, "layers.1.window"])
+def test_a_state_that_the_manifest_aliases_otherwise(engine: Path, alias: str | None) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        bindings = {binding["name"]: binding for binding in config["steps"]["target"]["bindings"]}
+        bindings["layers.0.window.next"]["alias"] = alias
+
+    reseal(engine, edit)
+    assert f"layers.0.window.next updates {alias} in the manifest, layers.0.window in the graph" in refusal(engine)
+
+
+def test_a_step_whose_file_nobody_recorded(engine: Path) -> None:
+    """Its contents would go unchecked."""
+    reseal(engine, lambda config: config["files"].pop("propose.portable.onnx"))
+    assert "step propose is in propose.portable.onnx, which is none of the directory's files" in refusal(engine)
+
+
 def test_a_manifest_that_names_other_bindings_than_the_graph(engine: Path) -> None:
     reseal(engine, rename_binding)
     message = refusal(engine)

@@ -116,6 +116,14 @@ def test_dumped_logits_say_which_token_at_which_position_they_judged(
         assert rows["prompt_token_ids"].tolist() == [0, 3, 4]
 
 
+def test_dumped_logits_that_find_no_space_are_one_line_and_exit_code_2(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-tokens", "2", "--dump-logits", "/dev/full"]
+    assert main(["generate", str(engine), "--prompt-ids", PROMPT_IDS, *options]) == 2
+    assert "--dump-logits: /dev/full could not be written (No space left on device)" in capsys.readouterr().err
+
+
 def test_stats_are_json_on_stderr(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(engine), "--prompt-ids", PROMPT_IDS, "--max-tokens", "7", "--stats"]) == 0
     stats = json.loads(capsys.readouterr().err.splitlines()[-1])

@@ -112,6 +112,16 @@ def test_stop_strings_before_min_tokens_are_ordinary_text(tokenizer: Tokenizer) 
     answer = AnswerText(tokenizer, stop_strings=["X"], min_tokens=3)
     piece = answer.push(ids)
     assert (piece.text, piece.kept, piece.stop) == ("aXb", 4, "X")
+    at_once = AnswerText(tokenizer, stop_strings=["X"], min_tokens=2).push(ids)
+    assert (at_once.text, at_once.kept, at_once.stop) == ("a", 2, "X"), "the last token needed may end the answer"
+
+
+def test_a_stop_string_completed_before_min_tokens_does_not_count_while_it_is_held_back(tokenizer: Tokenizer) -> None:
+    """`ab` ends at the third token, but goes on being held: it begins `xabc` too."""
+    ids = [byte_id(tokenizer, byte) for byte in b"xabz"]
+    answer = AnswerText(tokenizer, stop_strings=["ab", "xabc"], min_tokens=4)
+    piece = answer.push(ids)
+    assert (piece.text + answer.flush(), piece.kept, piece.stop) == ("xabz", 4, None)
 
 
 @given(ids=SOME_IDS, block=st.integers(1, 6), stops=SOME_STOPS)

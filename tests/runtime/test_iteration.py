@@ -121,6 +121,26 @@ def test_a_done_slot_is_carried_along_as_scratch(f4_engine: LoadedEngine) -> Non
             np.testing.assert_array_equal(scheduler.state.arrays[tensor.name][own], before[tensor.name][own])
 
 
+def test_the_iteration_that_ends_a_text_makes_those_launched_behind_it_carry_the_slot_as_scratch(
+    oracle: Oracle,
+) -> None:
+    """The host has not read the end yet, and the slot is still its request's."""
+    tokens = oracle.answer(PROMPTS[0], greedy(8))
+    params = greedy(40, stop_token_ids=[tokens[1]])
+    assert tokens[0] != tokens[1]
+    scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=1, lag=2))
+    scheduler.submit(Request("a", PROMPTS[0], params))
+    scheduler.step()  # prefill and the iteration that brings the second token, unread
+    slot = scheduler.slot_of("a")
+    assert slot is not None
+    position = int(scheduler.slots.position[slot])
+    scheduler._iteration.launch([slot], 128)
+    ending, behind = scheduler._iteration.collect(), scheduler._iteration.collect()
+    assert (ending.count[0], ending.done[0], ending.tokens[0, 0]) == (1, True, tokens[1])
+    assert behind.count[0] == 0
+    assert scheduler.slots.position[slot] == position
+
+
 class DoubtfulDraft(DSpark):
     """The real draft, sure of its first and third token only."""
 

@@ -146,6 +146,35 @@ def test_a_stop_at_the_last_allowed_token_is_a_stop(llm: LLM, story_ids: list[in
     assert (before.finish_reason, before.length) == ("length", kept - 1)
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("draft_length", [0, 5])
+def test_what_comes_behind_a_stop_string_is_counted_nowhere(
+    tmp_path: Path, tokenizer: Tokenizer, story_ids: list[int], draft_length: int, lag: int
+) -> None:
+    """Not in the answer's own counters and not in the totals, though the budget or more tokens came in one step."""
+    folder = write_scripted_engine(tmp_path, PROMPT + story_ids, draft_length=draft_length)
+    write_tokenizer(folder)
+    starts = {n: tokenizer.decode(story_ids[:n]) for n in range(1, 15)}  # each is complete with its last token
+    asked = [(start, n, n + more) for n, start in starts.items() if "\ufffd" not in start for more in (0, 1, 3, 40)]
+    with LLM(folder, max_batch_size=4, lag=lag) as llm:
+        iterations = emitted = accepted = 0
+        for stop, length, budget in asked:
+            output = llm.generate(PROMPT, SamplingParams(max_tokens=budget, stop=stop))
+            answer = answer_of(output)
+            assert (answer.finish_reason, answer.length) == ("stop", length)
+            assert isinstance(output, RequestOutput)
+            assert output.acceptance is not None
+            assert output.acceptance.emitted == length - 1
+            iterations += output.acceptance.iterations
+            emitted += output.acceptance.emitted
+            accepted += output.acceptance.accepted
+        stats = llm.stats()
+    total = stats["acceptance"]
+    assert (total["iterations"], total["emitted"], total["accepted"]) == (iterations, emitted, accepted)
+    assert sum(total["accepted_at"]) == accepted
+    assert {reason: count for reason, count in stats["finished"].items() if count} == {"stop": len(asked)}
+
+
 def test_a_stop_token_stays_in_the_ids_and_out_of_the_text(
     llm: LLM, story_ids: list[int], tokenizer: Tokenizer
 ) -> None:
@@ -235,6 +264,7 @@ def test_result_gives_up_after_its_timeout_and_the_request_goes_on() -> None:
         ([5] * 200, "prompt has 200 tokens"),
         ([5] * 100_000, "prompt has 100000 tokens"),
         (b"bytes", "the prompt is a bytes"),
+        ("a\udcffb", r"the prompt has '\\udcff' at character 1, expected text that UTF-8 can hold"),
         (5, "inputs is a int"),
         ({"text": "a"}, r"keys \['text'\], expected prompt or prompt_token_ids"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "expected prompt or prompt_token_ids"),
@@ -256,6 +286,8 @@ def test_a_bad_prompt_is_refused_and_the_next_request_served(
         ({"stop_token_ids": [1, VOCAB]}, "stop_token_ids"),
         ({"bad_token_ids": [VOCAB]}, "bad_token_ids"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"bad_token_ids": list(range(VOCAB))}, "bad_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)}, "logit_bias"),
         ({"speculative": 9}, "speculative"),
         ({"min_tokens": 94, "max_tokens": 95}, "min_tokens"),
     ],

@@ -42,6 +42,12 @@ def test_as_many_requests_run_as_the_build_recorded_unless_the_runtime_is_told_o
         RuntimeConfig(cuda_graph_batch_sizes=(1, 21)).limits(built)
 
 
+def test_a_confidence_threshold_without_drafts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"confidence_threshold is 0\.5, but nothing is drafted"):
+        RuntimeConfig(confidence_threshold=0.5, draft_length=0).limits(manifest())
+    assert RuntimeConfig(confidence_threshold=0.5, draft_length=1).limits(manifest()).confidence_threshold == 0.5
+
+
 def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"max_seq_len is 129, .*built for 128"):
         RuntimeConfig(max_seq_len=129).limits(manifest())
@@ -61,6 +67,10 @@ def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
         ({"lag": -1}, "lag"),
         ({"threads": True}, "threads"),
         ({"max_batch_size": 8, "cuda_graph_batch_sizes": (1, 9)}, "cuda_graph_batch_sizes"),
+        ({"confidence_threshold": "0.5"}, "confidence_threshold"),
+        ({"cuda_graph_batch_sizes": (0, 9)}, "cuda_graph_batch_sizes"),
+        ({"cuda_graph_batch_sizes": 3}, "cuda_graph_batch_sizes"),
+        ({"cuda_graph_batch_sizes": (1.5,)}, "cuda_graph_batch_sizes"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(options: dict, name: str) -> None:

@@ -137,6 +137,12 @@ def test_a_refused_array_is_named_without_comparing_it() -> None:
         ("repetition_penalty", math.inf),
         ("presence_penalty", math.nan),
         ("frequency_penalty", "1"),
+        ("repetition_penalty", 1e-46),
+        ("repetition_penalty", 1e39),
+        ("presence_penalty", -1e39),
+        ("frequency_penalty", 1e39),
+        ("logit_bias", {1: 1e39}),
+        ("logit_bias", {1: -1e39}),
         ("truncate_prompt_tokens", 0),
         ("stop", ""),
         ("stop", ["a", ""]),
@@ -217,7 +223,8 @@ def test_every_range_accepted_here_is_accepted_by_the_sampling_slots() -> None:
         {"temperature": 1e-5, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 1.0},
         {"temperature": 1e5, "top_p": 1e-9, "seed": 2**64 - 1, "coupling": "gumbel"},
         {"repetition_penalty": 0.5, "presence_penalty": -3, "frequency_penalty": 3.0},
-        {"logit_bias": {3: -math.inf, 4: 2}, "bad_token_ids": [5]},
+        {"repetition_penalty": 1e-9, "presence_penalty": -1e9, "frequency_penalty": 1e9},
+        {"logit_bias": {3: -math.inf, 4: 1e9}, "bad_token_ids": [5]},
     ):
         params = SamplingParams(**{"seed": 1, **given})  # type: ignore[arg-type]
         slots.set(1, **params.judging(), prompt_ids=[1, 2])
