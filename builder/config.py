@@ -192,8 +192,11 @@ def parse_config(values: Mapping[str, Any], where: str) -> Any:
 
     The result is a `ModelConfig`; which one, only the file knows.
     """
+    from twostroke.builder.dense_draft_config import is_dense_draft, refuse_to_build
     from twostroke.builder.networks.registry import TARGETS  # here: networks are written in terms of this module
 
+    if is_dense_draft(values):
+        raise refuse_to_build(values, where, TARGETS)
     fields = Fields(values, where)
     found = fields.take("model_type")
     if not isinstance(found, str) or found not in TARGETS:
