@@ -19,8 +19,9 @@ class RuntimeConfig:
     tokens go through one prefill step. With `draft_length` below the engine's block dspark drafts the full block and
     cuts it, mtp stops early: either way the proposals of shared positions are those of the full block; 0 decodes
     plainly. `confidence_threshold` verifies the leading drafts whose confidence reaches it (0: all); a draft that gives
-    none refuses it. `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them. `kv_pages` pages are
-    shared by all requests, scratch not counted. The host reads results `lag` iterations behind the launch.
+    none refuses it. `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them.
+    `kv_pages` pages are shared by all requests, scratch not counted. The host reads results `lag` iterations behind the
+    launch.
     """
 
     max_batch_size: int | None = None
