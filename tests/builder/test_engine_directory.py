@@ -289,3 +289,25 @@ def test_a_second_build_to_the_same_place_is_refused_while_the_first_runs(tmp_pa
         with pytest.raises(BuildError, match="another build"), staging(tmp_path / "engine", replace=False):
             pass
         assert (folder / "half").exists()
+
+
+def filled(destination: Path) -> None:
+    with staging(destination, replace=False) as folder:
+        (folder / "config.json").write_text("{}")
+
+
+def test_a_link_to_an_empty_folder_stays_a_link_and_the_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    filled(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_empty_current_folder_can_be_the_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    filled(Path())
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
