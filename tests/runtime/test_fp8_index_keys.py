@@ -49,8 +49,8 @@ def test_drafts_change_no_greedy_id(
 def test_rejected_blocks_leave_packed_state_as_if_never_drafted(
     oracle: Oracle, sequences: dict[str, list[int]], depth: int
 ) -> None:
-    """Drafts go wrong at every offset in turn; after every step the live rows of target and MTP layer are, byte for byte,
-    those of a request that saw its committed tokens one at a time."""
+    """Drafts go wrong at every offset in turn; after every step the live rows of target and MTP layer are, byte for
+    byte, those of a request that saw its committed tokens one at a time."""
     config = RuntimeConfig(max_batch_size=4, max_num_tokens=128, draft_length=depth)
     scheduler = forced_scheduler(oracle.loaded, config, sequences, lambda turn: turn % (depth + 1))
     compared = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from twostroke.engines.manifest import StateTensor
 from twostroke.runtime.page_table import PageTable
 from twostroke.runtime.state import State
