@@ -34,11 +34,15 @@ _TORCH_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "BOOL": torch.bool,
+    # Codes: FP8, E8M0 scales, two packed FP4 a byte. No family has a plain 8-bit tensor.
+    "F8_E4M3": torch.uint8,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.uint8,
+    "U8": torch.uint8,
 }
-# One byte per element: FP8 values, E8M0 scales, or two packed FP4 values (I8, U8). No family has a plain 8-bit tensor.
 _QUANTISED = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "E8M0 scale", "I8": "packed FP4", "U8": "packed FP4"}
-_SCALES = ("scale", "weight_scale_inv")  # as V4 and as V3.2 call the scale beside a quantised weight
-_NOT_READ_YET = "quantised weights are not read yet; convert to bf16"
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # what the scales beside a quantised weight are called
+_NOT_ANNOUNCED = "the config has no quantization_config; restore it, or convert the folder to bf16"
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,11 @@ class Checkpoint:
         """Read config, index and every shard header; no weights. Raises ConfigError for the config, and as
         `read_entries` for the rest."""
         folder = Path(folder)
-        return cls(folder, load_config(folder), read_entries(folder))
+        from twostroke.builder.networks.registry import TARGETS  # here: networks are written in terms of this module
+
+        config = load_config(folder)
+        entries = TARGETS[config.model_type].original_names(read_entries(folder))
+        return cls(folder, config, with_family_scales(entries, config.scale_suffix) if config.quantised else entries)
 
     def check(self, inventory: Iterable[TensorSpec]) -> None:
         """Compare with what the network needs: unknown, missing, misshapen and mistyped tensors, all in one error.
@@ -82,12 +90,13 @@ class Checkpoint:
         Tensors that were skipped are not unknown. Raises CheckpointError.
         """
         specs = {spec.name: spec for spec in inventory}
-        quantised = {name for name, spec in specs.items() if name in self.entries and self._is_quantised(spec)}
+        unannounced = not self.config.quantised
+        quantised = {n for n, spec in specs.items() if unannounced and n in self.entries and self._is_quantised(spec)}
         stems = [name.removesuffix(".weight") for name in quantised]
-        scales = {f"{stem}.{scale}" for stem in stems for scale in _SCALES} - specs.keys()
+        scales = {f"{stem}.{scale}" for stem in stems for scale in SCALES} - specs.keys()
         unknown = self.entries.keys() - specs.keys() - self.skipped - scales
         missing = [name for name, spec in specs.items() if name not in self.entries and spec.copy_of is None]
-        problems = [f"missing tensor {name} {list(specs[name].shape)}" for name in missing]
+        problems = [self._missing(specs[name]) for name in missing]
         problems += [f"unknown tensor {named(name)}, which nothing would read" for name in sorted(unknown)]
         for name, spec in specs.items():
             entry = self.entries.get(name)
@@ -98,26 +107,34 @@ class Checkpoint:
             if entry.dtype not in spec.dtypes:
                 problems.append(f"tensor {name} has dtype {entry.dtype}; accepted: {', '.join(spec.dtypes)}")
         for name in sorted(quantised):
-            problems.append(f"{_QUANTISED[self.entries[name].dtype]} tensor {name}: {_NOT_READ_YET}")
+            problems.append(f"{_QUANTISED[self.entries[name].dtype]} tensor {name}: {_NOT_ANNOUNCED}")
         if problems:
             raise _collected(f"{self.folder} does not hold the tensors its config describes", problems)
+
+    def _missing(self, spec: TensorSpec) -> str:
+        weight = self.entries.get(f"{spec.name.rpartition('.')[0]}.weight")
+        if spec.name.endswith(SCALES) and weight is not None and weight.dtype in _QUANTISED:
+            name = spec.name.rpartition(".")[0]
+            return (
+                f"{_QUANTISED[weight.dtype]} tensor {name}.weight has no scale: there is no {name} with suffix "
+                f"{', '.join(f'.{suffix}' for suffix in SCALES)}"
+            )
+        return f"missing tensor {spec.name} {list(spec.shape)}"
 
     def _is_quantised(self, spec: TensorSpec) -> bool:
         dtype = self.entries[spec.name].dtype
         return dtype in _QUANTISED and dtype not in spec.dtypes
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` in the dtype and shape stored, and mark it consumed.
+        """Tensor `name` in the dtype and shape stored, codes as uint8, and mark it consumed.
 
         It shares the memory of the mapped file (copy on write: changing it never reaches the file, but a second `read`
         of the same name sees the change); a tensor that is not aligned to its dtype is copied. Raises CheckpointError
-        for an unknown name, a quantised dtype, or a file that changed since `open`.
+        for an unknown name, a dtype no family has, or a file that changed since `open`.
         """
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {named(name)}")
-        if entry.dtype in _QUANTISED:
-            raise CheckpointError(f"{_QUANTISED[entry.dtype]} tensor {name}: {_NOT_READ_YET}")
         dtype = _TORCH_DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(f"tensor {name} has dtype {entry.dtype}; readable: {', '.join(_TORCH_DTYPES)}")
@@ -178,6 +195,18 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     if problems:
         raise _collected(f"{folder} is not a usable checkpoint", problems)
     return {name: entry for shard in shards.values() for name, entry in shard.items()}
+
+
+def with_family_scales(entries: Mapping[str, TensorEntry], suffix: str) -> dict[str, TensorEntry]:
+    """The entries with each quantised weight's scale under its family's `suffix`, whichever of SCALES a folder uses. A
+    weight with two scales keeps both names."""
+    found = dict(entries)
+    for name, entry in entries.items():
+        stem = name.removesuffix(".weight")
+        held = [f"{stem}.{other}" for other in SCALES if f"{stem}.{other}" in entries]
+        if entry.dtype in _QUANTISED and len(held) == 1 and stem != name:
+            found[f"{stem}.{suffix}"] = found.pop(held[0])
+    return found
 
 
 def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:

@@ -39,6 +39,9 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "fp8_e4m3"),
         help="how the lightning indexer keeps its keys (float32); fp8_e4m3: rotated and quantised, as published",
     )
+    parser.add_argument(
+        "--no-self-check", action="store_true", help="do not compare the engine with its network at the end"
+    )
     parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
     add_sglang_flags(parser)
 
@@ -64,6 +67,7 @@ def run_build(args: argparse.Namespace) -> int:
         prefill_backend=launch.prefill_backend,
         decode_backend=launch.decode_backend,
         kv_cache_dtype=launch.kv_cache_dtype,
+        self_check=not args.no_self_check,
     )
     with bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)

@@ -137,6 +137,15 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class SelfCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the build compared the engine with its network: on what and with which largest relative error, or why
+    not."""
+
+    done: bool
+    what: str
+    error: float = 0.0
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`config.json` of an engine directory."""
 
@@ -148,6 +157,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: dict[str, Step]
     state: tuple[StateTensor, ...]
     files: dict[str, FileRecord]
+    self_check: SelfCheck = SelfCheck(False, "not asked for")
 
 
 class WeightRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

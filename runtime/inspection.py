@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from twostroke.engines.manifest import Manifest, StateTensor, Step, read_manifest, read_weights_index
@@ -63,6 +64,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
             "bytes_in_checkpoint": total - inside,
             "shards": sorted(index.shards),
         },
+        "self_check": msgspec.to_builtins(manifest.self_check),
         "files": {name: record.bytes for name, record in manifest.files.items()},
     }
 
@@ -140,6 +142,11 @@ def render(report: dict[str, Any]) -> str:
         f"weights      {weights['bindings']} bindings, {weights['bytes']} bytes, "
         f"{weights['bytes_in_directory']} of them in the directory",
     ]
+    check = report["self_check"]
+    if check["done"]:
+        lines.append(f"checked      against its network when built: {check['what']}, largest error {check['error']:.0e}")
+    else:
+        lines.append(f"not checked  against its network when built: {check['what']}")
     lines += [f"shard        {shard}" for shard in weights["shards"]]
     lines += [f"file         {name}, {size} bytes" for name, size in report["files"].items()]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twostroke.builder import draft_detection
+from twostroke.builder.checkpoint import TensorEntry
 from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
 from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
 from twostroke.builder.networks import (
@@ -20,6 +21,7 @@ from twostroke.builder.networks import (
 )
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.builder.strict_json import Fields
+from twostroke.builder.transformers_layout import in_original_names
 from twostroke.engines.errors import BuildError
 
 
@@ -48,7 +50,8 @@ class TargetNetwork(Protocol):
 class Target:
     """A family of checkpoints, by `model_type`. The config that `parse` returns is what all others take.
 
-    `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
+    `original_names(entries)` are a checkpoint's entries under the names of the original layout, whichever it has;
+    `target_tensors(config)` are the tensors of the target, `all_tensors` those of its drafter too, whose
     names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
     `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`;
     `drafts[method](config, max_draft_len)` is a draft method of the family; `draft_fields` are those of the config that
@@ -56,6 +59,7 @@ class Target:
     """
 
     parse: Callable[[Fields], ModelConfig]
+    original_names: Callable[[Mapping[str, TensorEntry]], dict[str, TensorEntry]]
     target_tensors: Callable[..., tuple[TensorSpec, ...]]
     all_tensors: Callable[..., tuple[TensorSpec, ...]]
     draft_prefix: Callable[..., str]
@@ -110,6 +114,7 @@ def _mtp(
 
 _DEEPSEEK_V4 = Target(
     parse_deepseek_v4,
+    in_original_names,
     target_inventory,
     inventory,
     lambda config: "mtp.",
@@ -127,6 +132,7 @@ _DEEPSEEK_V4 = Target(
 
 _DEEPSEEK_V32 = Target(
     deepseek_v32_checkpoint.parse_config,
+    dict,  # transformers keeps the names
     deepseek_v32_checkpoint.target_tensors,
     deepseek_v32_checkpoint.all_tensors,
     deepseek_v32_checkpoint.draft_prefix,
