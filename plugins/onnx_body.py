@@ -22,6 +22,7 @@ import onnx_ir as ir
 import onnxscript
 import onnxscript.optimizer
 import torch
+import torch.onnx._internal._lazy_import
 from torch.export import Dim
 
 from twostroke.plugins.catalogue import CATALOGUE
@@ -71,9 +72,19 @@ def _floor_divide(dividend: Any, divisor: Any) -> Any:
 @cache
 def translation_table() -> Mapping[Any, Callable[..., Any]]:
     """What the ONNX exporter needs to know of our ops."""
+    _read_torchlib_once()
     table: dict[Any, Callable[..., Any]] = {op.overload: _node_builder(op) for op in CATALOGUE.values()}
     table[torch.ops.aten.floor_divide.default] = _floor_divide
     return table
+
+
+def _read_torchlib_once() -> None:
+    """The exporter parses its whole library of operators anew for every graph, a third of an export's time. Where a
+    version of torch keeps it elsewhere, exports are slower and nothing else."""
+    apis = getattr(torch.onnx._internal._lazy_import, "onnxscript_apis", None)
+    read = getattr(apis, "get_torchlib_ops", None)
+    if read is not None:
+        apis.get_torchlib_ops = cache(read)  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -229,15 +240,16 @@ def inline_bodies(model: ir.Model) -> ir.Model:
     inlined = ir.passes.common.InlinePass()(model).model
     inlined.functions.clear()
     # Bodies name their dimensions each for itself; engines take equal names for equal sizes and share buffers by them.
-    # A subgraph's inputs are the only values that inlining leaves with the names of their body.
+    # Inlining leaves a subgraph's inputs as the body named them.
     kept = set(inlined.graph.outputs)
     for node in ir.traversal.RecursiveGraphIterator(inlined.graph):
         for value in node.outputs:
             if value not in kept:
                 value.shape = None
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                for value in attribute.as_graph().inputs:
-                    value.name, value.shape = f"{node.name}/{value.name}", None
+        for graph in (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH):
+            for value in graph.inputs:
+                value.name = f"{node.name}/{value.name}"
+                if value.shape is not None and not value.shape.is_static():
+                    value.shape = None
     inlined.opset_imports.pop(NAMESPACE, None)
     return inlined
