@@ -64,8 +64,15 @@ def _inspect() -> tuple[AddArguments, Run]:
     return add_inspect_arguments, run
 
 
+def _refit() -> tuple[AddArguments, Run]:
+    from twostroke.builder.cli import add_refit_arguments, run_refit
+
+    return add_refit_arguments, run_refit
+
+
 COMMANDS: dict[str, tuple[str, Callable[[], tuple[AddArguments, Run]]]] = {
     "build": ("make an engine directory from a checkpoint folder", _build),
+    "refit": ("put the weights of another checkpoint into an engine directory", _refit),
     "generate": ("answer one prompt with an engine directory", _generate),
     "inspect": ("explain an engine directory or a checkpoint folder", _inspect),
     "demo": ("build a demo model and complete held-out prompts with it", _demo),

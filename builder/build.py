@@ -79,11 +79,12 @@ class BuildOptions:
     self_check: bool = True
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def silent(what: str, done: int, total: int) -> None:
+    """The progress nobody watches."""
     return None
 
 
-def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = _silent) -> Manifest:
+def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = silent) -> Manifest:
     """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
     if options.engine != "onnxruntime":
         raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
@@ -155,7 +156,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
             checked = self_check(checkpoint, networks(), folder, steps, index, config.vocab_size)
             progress("checking", 1, 1)
         (folder / WEIGHTS_FILE).write_bytes(encode(index))
-        _copy_tokenizer(checkpoint_folder, folder)
+        copy_tokenizer(checkpoint_folder, folder)
         manifest = Manifest(
             schema=SCHEMA,
             twostroke_version=twostroke.__version__,
@@ -228,7 +229,8 @@ def _all_state(groups: object) -> tuple[StateTensor, ...]:
     return tuple(found.values())
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files, as far as the checkpoint has them."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

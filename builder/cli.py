@@ -81,6 +81,27 @@ def run_build(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_refit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `twostroke refit`."""
+    parser.add_argument("engine", metavar="DIR", type=Path, help="engine directory")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the same config, other weights")
+    parser.add_argument("--draft-checkpoint", metavar="DIR", type=Path, help="folder with the drafter alone")
+
+
+def run_refit(args: argparse.Namespace) -> int:
+    """Replaces the weights of one engine directory and says so."""
+    from twostroke.builder.progress import bars
+    from twostroke.builder.refit import refit
+
+    with bars() as progress:
+        manifest = refit(args.engine, args.checkpoint, args.draft_checkpoint, progress)
+    print(
+        f"twostroke: {args.engine} has the weights of {args.checkpoint}; steps {', '.join(manifest.steps)} unchanged",
+        file=sys.stderr,
+    )
+    return 0
+
+
 def run_inspect_checkpoint(args: argparse.Namespace) -> int:
     """Explains a checkpoint folder from its config and headers; no weight is read."""
     found = inspect_checkpoint(args.path)

@@ -97,7 +97,9 @@ def self_check(
         inputs = _inputs(spec, vocab_size, carried)
         expected, found = reference(inputs), compiled(inputs)
         carried.update(expected)
-        kept = {f"memory {name}": (theirs[name], ours[name]) for name in spec.writes if theirs[name].dtype == np.float32}
+        kept = {
+            f"memory {name}": (theirs[name], ours[name]) for name in spec.writes if theirs[name].dtype == np.float32
+        }
         for name, (right, mine) in {**{n: (expected[n], found[n]) for n in expected}, **kept}.items():
             error = _error(right, mine)
             worst = max(worst, error)

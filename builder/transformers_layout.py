@@ -98,7 +98,9 @@ def _original(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]
     yield name, entry
 
 
-def _experts(prefix: str, name: str, entry: TensorEntry, matrices: tuple[str, ...]) -> Iterator[tuple[str, TensorEntry]]:
+def _experts(
+    prefix: str, name: str, entry: TensorEntry, matrices: tuple[str, ...]
+) -> Iterator[tuple[str, TensorEntry]]:
     """Each expert's matrices out of a bank [E, matrices * rows, columns]."""
     if len(entry.shape) != 3 or 0 in entry.shape or entry.shape[1] % len(matrices):
         expected = f"[experts, {'2 * ' if len(matrices) == 2 else ''}rows, columns]"

@@ -144,7 +144,9 @@ def render(report: dict[str, Any]) -> str:
     ]
     check = report["self_check"]
     if check["done"]:
-        lines.append(f"checked      against its network when built: {check['what']}, largest error {check['error']:.0e}")
+        lines.append(
+            f"checked      against its network when built: {check['what']}, largest error {check['error']:.0e}"
+        )
     else:
         lines.append(f"not checked  against its network when built: {check['what']}")
     lines += [f"shard        {shard}" for shard in weights["shards"]]

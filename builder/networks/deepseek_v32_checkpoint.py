@@ -247,7 +247,9 @@ def _layer(config: DeepseekV32Config, prefix: str, dense: bool) -> Iterator[Tens
     yield from _linear(f"{attn}kv_b_proj", heads * kv_width, config.kv_lora_rank, config.quantised)
     yield from _linear(f"{attn}o_proj", D, heads * config.v_head_dim, config.quantised)
     indexer = f"{attn}indexer."
-    yield from _linear(f"{indexer}wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank, config.quantised)
+    yield from _linear(
+        f"{indexer}wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank, config.quantised
+    )
     yield from _linear(f"{indexer}wk", config.index_head_dim, D, config.quantised)
     for name in ("weight", "bias"):
         yield TensorSpec(f"{indexer}k_norm.{name}", (config.index_head_dim,), WEIGHT_DTYPES)
@@ -272,7 +274,9 @@ def _mlp(prefix: str, hidden: int, inner: int, quantised: bool) -> Iterator[Tens
 def _linear(name: str, rows: int, columns: int, quantised: bool) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}.weight", (rows, columns), ("F8_E4M3",) if quantised else WEIGHT_DTYPES)
     if quantised:
-        yield TensorSpec(f"{name}.weight_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), FP8_SCALES[::-1])
+        yield TensorSpec(
+            f"{name}.weight_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), FP8_SCALES[::-1]
+        )
 
 
 def detect_draft(

@@ -52,7 +52,9 @@ def _loop(dequantise: Dequantise, export: Export, attributes: tuple[Any, ...], s
     result = _node("result", "Loop", count, None, nothing, body=body)
     result.dtype, result.shape = total.dtype, total.shape
     nodes = _nodes(picked, count, shape, nothing, result)
-    return ir.Model(ir.Graph(given, [result], nodes=nodes, initializers=constants, opset_imports={"": 18}), ir_version=10)
+    return ir.Model(
+        ir.Graph(given, [result], nodes=nodes, initializers=constants, opset_imports={"": 18}), ir_version=10
+    )
 
 
 def _value(name: str, dtype: str, shape: tuple[int | str, ...]) -> ir.Value:

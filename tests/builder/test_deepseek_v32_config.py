@@ -192,7 +192,9 @@ def test_inventory_of_the_release_has_its_published_counts_and_bytes() -> None:
 def test_plain_inventory_is_the_same_tensors_without_scales() -> None:
     release = parse(RELEASE_V32)
     quantised = [spec.name for spec in all_tensors(release)]
-    assert {spec.name for spec in all_tensors(replace(release, quantised=False))} == {n for n in quantised if not n.endswith("_scale_inv")}
+    assert {spec.name for spec in all_tensors(replace(release, quantised=False))} == {
+        n for n in quantised if not n.endswith("_scale_inv")
+    }
     assert len(set(quantised)) == len(quantised)
 
 

@@ -46,7 +46,11 @@ def test_a_right_engine_is_called_checked_with_its_error(engine: str) -> None:
     ],
 )
 def test_one_wrong_weight_ends_the_build_without_a_directory(
-    config: Mapping[str, Any], weight: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    config: Mapping[str, Any],
+    weight: str,
+    step: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """After export, one weight is 1.5 times what it was; of an FP8 one, all scales are doubled."""
@@ -74,7 +78,9 @@ def test_one_wrong_weight_ends_the_build_without_a_directory(
 
 @pytest.mark.slow
 def test_an_engine_that_was_not_checked_says_so_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", F4_PLAIN)

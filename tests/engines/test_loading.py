@@ -280,7 +280,8 @@ def test_a_weight_of_another_shape(engine: Path) -> None:
     edit_weight(engine, "layers.1.ffn.experts.w1.weight", shape=(4, 64, 32))
     message = refusal(engine)
     assert (
-        "weight layers.1.ffn.experts.w1.weight has shape (4, 64, 32) in the weights index, (4, 32, 64) in the graph" in message
+        "weight layers.1.ffn.experts.w1.weight has shape (4, 64, 32) in the weights index, (4, 32, 64) in the graph"
+        in message
     )
 
 
