@@ -23,13 +23,14 @@ def _loop(dequantise: Dequantise, export: Export, attributes: tuple[Any, ...], s
     """Body of `moe_experts_*`: inputs x, ids, weights and six banks [E, ...], output [N, D]."""
     (limit,) = attributes
     x, ids, weights, *banks = signature
-    step = export(
+    exported = export(
         lambda total, x, ids, weights, expert, *stored: add_expert(
             dequantise, total, x, ids, weights, expert, stored, limit
         ),
         (),
         (x, x, ids, weights, ("int64", ()), *((dtype, shape[1:]) for dtype, shape in banks)),
-    ).graph
+    )
+    step = exported.graph
     given = [_value(f"given_{i}", dtype, shape) for i, (dtype, shape) in enumerate(signature)]
     picked = _node("picked", "Unique", given[1], sorted=1)
     count = _node("count", "Size", picked)
@@ -52,9 +53,8 @@ def _loop(dequantise: Dequantise, export: Export, attributes: tuple[Any, ...], s
     result = _node("result", "Loop", count, None, nothing, body=body)
     result.dtype, result.shape = total.dtype, total.shape
     nodes = _nodes(picked, count, shape, nothing, result)
-    return ir.Model(
-        ir.Graph(given, [result], nodes=nodes, initializers=constants, opset_imports={"": 18}), ir_version=10
-    )
+    graph = ir.Graph(given, [result], nodes=nodes, initializers=constants, opset_imports=step.opset_imports)
+    return ir.Model(graph, ir_version=exported.ir_version)
 
 
 def _value(name: str, dtype: str, shape: tuple[int | str, ...]) -> ir.Value:
