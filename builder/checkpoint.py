@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -81,12 +81,18 @@ class Checkpoint:
 
         Tensors that were skipped are not unknown. Raises CheckpointError.
         """
+        if problems := self.problems(inventory):
+            raise collected(f"{self.folder} does not hold the tensors its config describes", problems)
+
+    def problems(self, inventory: Iterable[TensorSpec], excused: Collection[str] = ()) -> list[str]:
+        """What `check` would complain of; tensors that are `excused` are not missing, their shard is damaged."""
         specs = {spec.name: spec for spec in inventory}
         quantised = {name for name, spec in specs.items() if name in self.entries and self._is_quantised(spec)}
         stems = [name.removesuffix(".weight") for name in quantised]
         scales = {f"{stem}.{scale}" for stem in stems for scale in _SCALES} - specs.keys()
         unknown = self.entries.keys() - specs.keys() - self.skipped - scales
-        missing = [name for name, spec in specs.items() if name not in self.entries and spec.copy_of is None]
+        present = self.entries.keys() | set(excused)
+        missing = [name for name, spec in specs.items() if name not in present and spec.copy_of is None]
         problems = [f"missing tensor {name} {list(specs[name].shape)}" for name in missing]
         problems += [f"unknown tensor {named(name)}, which nothing would read" for name in sorted(unknown)]
         for name, spec in specs.items():
@@ -99,8 +105,7 @@ class Checkpoint:
                 problems.append(f"tensor {name} has dtype {entry.dtype}; accepted: {', '.join(spec.dtypes)}")
         for name in sorted(quantised):
             problems.append(f"{_QUANTISED[self.entries[name].dtype]} tensor {name}: {_NOT_READ_YET}")
-        if problems:
-            raise _collected(f"{self.folder} does not hold the tensors its config describes", problems)
+        return problems
 
     def _is_quantised(self, spec: TensorSpec) -> bool:
         dtype = self.entries[spec.name].dtype
@@ -161,27 +166,60 @@ class Checkpoint:
             )
 
 
-def read_entries(folder: Path) -> dict[str, TensorEntry]:
+@dataclass(frozen=True)
+class Survey:
+    """All that one pass over index and headers finds. `damaged` are tensors that index or header name and of which no
+    sound entry was found; `problems` says why."""
+
+    entries: Mapping[str, TensorEntry]
+    damaged: frozenset[str]
+    problems: tuple[str, ...]
+
+
+def read_entries(folder: Path) -> Mapping[str, TensorEntry]:
     """Every tensor of the folder's shards, from index and headers.
 
     Raises CheckpointError with all findings in `problems`: a shard that is missing, truncated or longer than its header
     says, offsets that overlap or leave the file, and every disagreement between index and shards.
     """
+    found = survey(folder)
+    if found.problems:
+        raise collected(f"{folder} is not a usable checkpoint", found.problems)
+    return found.entries
+
+
+def survey(folder: Path) -> Survey:
+    """As `read_entries`, with the findings beside what is sound. Raises CheckpointError where there is nothing to read:
+    no folder, no index, no shard."""
     weight_map, files, problems = _weight_map(folder)
-    shards: dict[str, dict[str, TensorEntry]] = {}
+    headers: dict[str, _Header] = {}
     for file in files:
         try:
-            shards[file] = read_header(folder, file)
+            headers[file] = _read_header(folder, file)
+            problems.extend(headers[file].problems)
         except CheckpointError as error:
-            problems.extend(error.problems or (str(error),))
-    problems.extend(_disagreements(weight_map, shards))
-    if problems:
-        raise _collected(f"{folder} is not a usable checkpoint", problems)
-    return {name: entry for shard in shards.values() for name, entry in shard.items()}
+            problems.append(str(error))
+    problems.extend(_disagreements(weight_map, headers))
+    entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+    mentioned = {name for header in headers.values() for name in header.damaged}
+    mentioned.update(name for name, file in (weight_map or {}).items() if file not in headers)
+    return Survey(entries, frozenset(mentioned - entries.keys()), tuple(problems))
 
 
-def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """The entries of one safetensors file, checked against its size. Raises CheckpointError with all findings.
+@dataclass(frozen=True)
+class _Header:
+    """The sound entries of one shard, the names of the others, and what is wrong."""
+
+    entries: Mapping[str, TensorEntry]
+    damaged: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def names(self) -> Iterable[str]:
+        return (*self.entries, *self.damaged)
+
+
+def _read_header(folder: Path, file: str) -> _Header:
+    """The header of one safetensors file, checked against its size. Raises CheckpointError where it cannot be read.
 
     Layout: 8 bytes little-endian header length, that many bytes of JSON, then the tensors without gap or overlap.
     """
@@ -207,18 +245,16 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{shard} cannot be read: {getattr(reason, 'strerror', None) or reason}") from None
     values = parse_json_object(header, f"header of {shard}", CheckpointError)
     values.pop("__metadata__", None)
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     entries: dict[str, TensorEntry] = {}
     for name, value in values.items():
         try:
             entries[name] = _entry(file, 8 + length, value)
         except CheckpointError as error:
-            problems.append(f"{shard}, tensor {named(name)}: {error}")
-    if not problems:
-        problems = _layout_problems(shard, entries, 8 + length, actual)
-    if problems:
-        raise CheckpointError("; ".join(problems), tuple(problems))
-    return entries
+            problems[name] = f"{shard}, tensor {named(name)}: {error}"
+    # A damaged entry leaves a gap that is no second finding.
+    layout = [] if problems else _layout_problems(shard, entries, 8 + length, actual)
+    return _Header(entries, tuple(problems), (*problems.values(), *layout))
 
 
 def _entry(file: str, start: int, value: Any) -> TensorEntry:
@@ -303,11 +339,11 @@ def _stays_inside(file: object) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == file
 
 
-def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, _Header]) -> list[str]:
     """Index against headers. A shard that could not be read is reported already and not held to it."""
     holders: dict[str, list[str]] = {}
-    for file, entries in shards.items():
-        for name in entries:
+    for file, header in shards.items():
+        for name in header.names():
             holders.setdefault(name, []).append(file)
     problems = [
         f"tensor {named(name)} is in more than one shard: {shown_list(held)}"
@@ -326,7 +362,7 @@ def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, Ma
     return problems
 
 
-def _collected(title: str, problems: Sequence[str], limit: int = 20) -> CheckpointError:
+def collected(title: str, problems: Sequence[str], limit: int = 20) -> CheckpointError:
     """One error for all findings: the first `limit` in the message, every one in `problems`."""
     rest = f"; and {len(problems) - limit:,} more" if len(problems) > limit else ""
     return CheckpointError(f"{title}: {'; '.join(problems[:limit])}{rest}", tuple(problems))

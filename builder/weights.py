@@ -72,7 +72,7 @@ def collect(
         for name, (shape, dtype) in parameters.items():
             source = weight_source(name, shape)
             entry = None if source.stacked else checkpoint.entries[source.names[0]]
-            if entry is not None and _usable(entry, dtype):
+            if entry is not None and usable(entry, dtype):
                 checkpoint.read(source.names[0])
                 shard = str((checkpoint.folder / entry.file).resolve())
                 if shard not in shards:
@@ -106,7 +106,7 @@ def shard_record(path: Path) -> ShardRecord:
     return ShardRecord(path.stat().st_size, hashlib.sha256(length + header).hexdigest())
 
 
-def _usable(entry: TensorEntry, dtype: torch.dtype) -> bool:
+def usable(entry: TensorEntry, dtype: torch.dtype) -> bool:
     return _STORED.get(entry.dtype) == dtype and entry.offset % dtype.itemsize == 0
 
 

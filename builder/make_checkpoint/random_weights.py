@@ -57,7 +57,7 @@ def distribution(spec: TensorSpec) -> tuple[float, float]:
         return 1.0, 0.1
     if part.startswith("hc_") and part.endswith("_scale"):
         return 0.8, 0.1
-    if part.startswith("hc_") and part.endswith("_base") or part in ("ape", "attn_sink"):
+    if (part.startswith("hc_") and part.endswith("_base")) or part in ("ape", "attn_sink"):
         return 0.0, 0.5
     if part.endswith("bias"):
         return 0.0, 0.02
@@ -90,7 +90,7 @@ def _translated(bits: np.random.SFC64, count: int, table: bytes) -> Iterator[byt
 def _looked_up(bits: np.random.SFC64, count: int, table: NDArray[np.generic]) -> Iterator[bytes]:
     """`count` elements, each `table` [65536] of sixteen random bits."""
     for piece in _raw(bits, 2 * count):
-        yield table[piece.view("<u2")[:count]].tobytes()
+        yield table.take(piece.view("<u2")[:count], mode="wrap").tobytes()  # wrap: no bounds to check
         count -= PIECE // 2
 
 
