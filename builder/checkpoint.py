@@ -322,8 +322,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     if not isinstance(mapping, dict) or not mapping:
         raise CheckpointError(f"{path}: weight_map is {shown(mapping)}; expected an object of tensor name -> shard")
     problems, kept = [], {}
+    inside = {file for file in {file for file in mapping.values() if isinstance(file, str)} if _stays_inside(file)}
     for name, file in mapping.items():
-        if _stays_inside(file):
+        if isinstance(file, str) and file in inside:
             kept[name] = file
         else:
             problems.append(
@@ -332,8 +333,8 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     return kept, problems
 
 
-def _stays_inside(file: object) -> bool:
-    if not isinstance(file, str) or not file or any(mark in file for mark in ("\\", "\0")):
+def _stays_inside(file: str) -> bool:
+    if not file or any(mark in file for mark in ("\\", "\0")):
         return False
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == file

@@ -68,7 +68,7 @@ def inspect_checkpoint(folder: Path, *, batch_size: int | None = None, seq_len: 
         "layers": dict(Counter(config.layer_kinds)),
         "quantisation": _quantisation(found.entries.values()),
         "tensors": len(found.entries),
-        **_components(checkpoint, target),
+        **_components(checkpoint, target, [spec.name for spec in tensors]),
         "state": {
             "tensors": len(state),
             "bytes_per_token": bytes_per_token(state, target.tokens_per_page),
@@ -132,11 +132,14 @@ def _quantisation(entries: Iterable[TensorEntry]) -> str:
     return "; ".join(named) or f"none: {', '.join(sorted(dtypes))}"
 
 
-def _components(checkpoint: Checkpoint, target: Target) -> dict[str, Any]:
-    """Parameters and bytes of all that the headers name, and by component. Two FP4 values are one byte, a scale is no
-    parameter."""
+def _components(checkpoint: Checkpoint, target: Target, order: list[str]) -> dict[str, Any]:
+    """Parameters and bytes of all that the headers name, and by component in the order of the network. Two FP4 values
+    are one byte, a scale is no parameter."""
     parts: dict[str, dict[str, int]] = {}
-    for name, entry in checkpoint.entries.items():
+    for name in dict.fromkeys((*order, *checkpoint.entries)):
+        entry = checkpoint.entries.get(name)
+        if entry is None:
+            continue
         part = parts.setdefault(target.component(checkpoint.config, name), {"tensors": 0, "parameters": 0, "bytes": 0})
         part["tensors"] += 1
         part["bytes"] += entry.nbytes
