@@ -141,7 +141,7 @@ def test_every_kind_of_tensor_has_the_dtype_of_the_release(model: str) -> None:
     layers = {0, 2, 3, 4, full.config.num_hidden_layers}
     for spec in full.tensors:
         number = re.match(r"(?:model\.)?layers\.(\d+)\.", spec.name)
-        if number and int(number[1]) not in layers or re.search(r"experts\.([2-9]|\d\d+)\.", spec.name):
+        if (number and int(number[1]) not in layers) or re.search(r"experts\.([2-9]|\d\d+)\.", spec.name):
             continue
         assert [dtype for pattern, dtype in table.items() if re.fullmatch(pattern, spec.name)] == [spec.dtypes[0]], spec
 
@@ -404,7 +404,7 @@ def test_only_the_last_layers_are_tapped() -> None:
 
 
 def test_scale_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--scale is 1.5"):
+    with pytest.raises(ConfigError, match=r"--scale is 1\.5"):
         variant(NAMED_MODELS["v3.2"], scale=1.5)
 
 
