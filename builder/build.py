@@ -30,6 +30,7 @@ from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_SEQ_LEN,
     SCHEMA,
     WEIGHTS_FILE,
     BuildConfig,
@@ -42,7 +43,6 @@ from twostroke.engines.manifest import (
 from twostroke.engines.onnxruntime import versions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-DEFAULT_MAX_SEQ_LEN = 8192
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     if options.draft_checkpoint is not None:
         checkpoint = with_draft(checkpoint, options.draft_checkpoint)
     config = checkpoint.config
+    if config.quantised:
+        raise BuildError(f"{checkpoint_folder} holds quantised weights, which are not built yet; convert to bf16")
     target = TARGETS[config.model_type]
     method = target.detect_draft(config, checkpoint.entries, options.draft)
     if method == "none" and (skipped := checkpoint.skip(target.draft_prefix(config))):

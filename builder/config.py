@@ -62,6 +62,15 @@ UNSUPPORTED_MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v41_text": "V4.1 is a different network (single-pass hyper-connections, engram, ratios 1 and 2)",
 }
 
+QUANTISATION: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+"""`quantization_config` of every release."""
+
 SIZE = (1, 1 << 24)
 """Range of every dimension."""
 DSPARK_BLOCKS = (1, 64)
@@ -168,6 +177,7 @@ class DeepseekV4Config:
     torch_dtype: str
     num_nextn_predict_layers: int  # NextN blocks the config promises; means nothing when `dspark` is set
     dspark: DSparkConfig | None
+    quantised: bool = False  # weights as a release stores them
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -205,7 +215,6 @@ def parse_config(values: Mapping[str, Any], where: str) -> Any:
         reason = UNSUPPORTED_MODEL_TYPES.get(found) if isinstance(found, str) else None
         note = f" ({reason})" if reason else ""
         raise fields.refused("model_type", found, f"supported model types: {', '.join(TARGETS)}{note}")
-    check_unquantised(fields)
     return TARGETS[found].parse(fields)
 
 
@@ -264,20 +273,27 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
         torch_dtype=read_dtype(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
         dspark=dspark,
+        quantised=read_quantised(fields, "fp4"),
     )
     _check_relations(config, fields)
     fields.check_all_taken(HARMLESS)
     return config
 
 
-def check_unquantised(fields: Fields) -> None:
-    """Refuses the fields that announce quantised weights."""
-    found = fields.take("quantization_config", None)
-    if found is not None:
-        raise fields.refused("quantization_config", found, "quantised weights are not read yet; convert to bf16")
-    found = fields.take("expert_dtype", None)
-    if found not in (None, "bf16", "bfloat16", "fp32", "float32"):
-        raise fields.refused("expert_dtype", found, "quantised weights are not read yet; convert to bf16")
+def read_quantised(fields: Fields, experts: str | None) -> bool:
+    """Whether the weights are stored quantised, in the one scheme known: QUANTISATION, and the routed experts in
+    `experts`, what `expert_dtype` must then say (None: nothing)."""
+    found, dtype = fields.take("quantization_config", None), fields.take("expert_dtype", None)
+    if found is None:
+        if dtype not in (None, "bf16", "bfloat16", "fp32", "float32"):
+            raise fields.refused("expert_dtype", dtype, "but no quantization_config says how weights are quantised")
+        return False
+    if found != QUANTISATION:
+        raise fields.refused("quantization_config", found, f"the only scheme known is {json.dumps(QUANTISATION)}")
+    if dtype != experts:
+        expected = f"expected {experts}" if experts else "leave it out"
+        raise fields.refused("expert_dtype", dtype, f"{expected}, beside this quantization_config")
+    return True
 
 
 def read_eos(fields: Fields, vocab: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from twostroke.builder import dense_draft_folder
-from twostroke.builder.build import DEFAULT_MAX_SEQ_LEN
 from twostroke.builder.checkpoint import Checkpoint, Survey, TensorEntry, collected, survey
 from twostroke.builder.config import ModelConfig, load_config
 from twostroke.builder.networks.layers import StepSpec
@@ -22,6 +21,7 @@ from twostroke.builder.weights import parameters_of, usable, weight_source
 from twostroke.engines.errors import ConfigError, TwostrokeError
 from twostroke.engines.manifest import (
     DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_SEQ_LEN,
     StateTensor,
     bytes_per_slot,
     bytes_per_token,

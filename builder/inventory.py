@@ -43,10 +43,11 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtypes[0]]
 
 
-def inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def inventory(config: DeepseekV4Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
     """Target tensors, then those of the drafter the config promises: DSpark stages, else a NextN block, else none.
 
-    `quantised` gives the release's storage: FP8 linears, packed FP4 experts and a `.scale` beside each.
+    `quantised`, by default what the config says, gives the release's storage: FP8 linears, packed FP4 experts and a
+    `.scale` beside each.
     """
     draft: tuple[TensorSpec, ...] = ()
     if config.dspark:
@@ -56,21 +57,21 @@ def inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[Ten
     return target_inventory(config, quantised=quantised) + draft
 
 
-def target_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def target_inventory(config: DeepseekV4Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
     """Embedding, layers, final norm, final stream collapse and output head."""
-    return tuple(_target(config, quantised))
+    return tuple(_target(config, _storage(config, quantised)))
 
 
-def dspark_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def dspark_inventory(config: DeepseekV4Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
     """The draft stages `mtp.*`. Embedding and head are the target's. Raises ValueError without `config.dspark`."""
     if config.dspark is None:
         raise ValueError("this config has no DSpark drafter")
-    return tuple(_dspark(config, quantised))
+    return tuple(_dspark(config, _storage(config, quantised)))
 
 
-def nextn_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def nextn_inventory(config: DeepseekV4Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
     """The Preview's NextN block `mtp.0`. Embedding and head are the target's; see `nextn_copies`."""
-    return tuple(_nextn(config, quantised))
+    return tuple(_nextn(config, _storage(config, quantised)))
 
 
 def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
@@ -80,6 +81,10 @@ def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
         TensorSpec("mtp.0.emb.tok_emb.weight", whole, WEIGHT_DTYPES, "embed.weight"),
         TensorSpec("mtp.0.head.weight", whole, WEIGHT_DTYPES, "head.weight"),
     )
+
+
+def _storage(config: DeepseekV4Config, quantised: bool | None) -> bool:
+    return config.quantised if quantised is None else quantised
 
 
 def component(config: DeepseekV4Config, name: str) -> str:

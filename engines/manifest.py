@@ -21,6 +21,7 @@ WEIGHTS_FILE = "weights.index.json"
 SCRATCH_SLOT = 0
 SCRATCH_PAGE = 0
 DEFAULT_MAX_BATCH_SIZE = 8
+DEFAULT_MAX_SEQ_LEN = 8192
 
 
 class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-QUANTISATION: Mapping[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-}
+from twostroke.builder.config import QUANTISATION
 
 _V4: Mapping[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -85,9 +85,8 @@ def variant(
     if dtype != "release":
         values = {name: value for name, value in values.items() if name not in _QUANTISATION_FIELDS}
         values["torch_dtype"] = {"bf16": "bfloat16", "f32": "float32"}[dtype]
-    config = parse_config({n: v for n, v in values.items() if n not in _QUANTISATION_FIELDS}, "config.json")
-    family = TARGETS[config.model_type]
-    listed = family.all_tensors(config, quantised=dtype == "release")
+    config = parse_config(values, "config.json")
+    listed = TARGETS[config.model_type].all_tensors(config)
     kept_specs = [spec for spec in listed if model.stores_copies or spec.copy_of is None]
     if dtype == "f32":
         kept_specs = [TensorSpec(s.name, s.shape, _f32(s.dtypes), s.copy_of) for s in kept_specs]

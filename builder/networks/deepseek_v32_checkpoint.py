@@ -82,6 +82,7 @@ class DeepseekV32Config:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
     num_nextn_predict_layers: int
+    quantised: bool = False  # weights as a release stores them
     index_key_dtype: str = "float32"  # a choice of the build, not of the checkpoint
 
     @property
@@ -150,6 +151,7 @@ def parse_config(fields: Fields) -> DeepseekV32Config:
         eos_token_ids=shared.read_eos(fields, vocab),
         torch_dtype=shared.read_dtype(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
+        quantised=shared.read_quantised(fields, None),
     )
     _check_relations(config, fields)
     fields.check_all_taken(HARMLESS)
@@ -193,14 +195,15 @@ def with_fp8_index_keys(config: DeepseekV32Config) -> DeepseekV32Config:
     return replace(config, index_key_dtype=FP8_INDEX_KEYS)
 
 
-def target_tensors(config: DeepseekV32Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
-    """Every tensor of the target. `quantised` gives the release's storage: FP8 linears, `.weight_scale_inv` beside each
-    (`spec/deepseek_v32.md` section 11)."""
-    return tuple(_target(config, quantised))
+def target_tensors(config: DeepseekV32Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
+    """Every tensor of the target. `quantised`, by default what the config says, gives the release's storage: FP8
+    linears, `.weight_scale_inv` beside each (`spec/deepseek_v32.md` section 11)."""
+    return tuple(_target(config, config.quantised if quantised is None else quantised))
 
 
-def all_tensors(config: DeepseekV32Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def all_tensors(config: DeepseekV32Config, *, quantised: bool | None = None) -> tuple[TensorSpec, ...]:
     """Target tensors, then those of the MTP layers the config promises (section 8.1)."""
+    quantised = config.quantised if quantised is None else quantised
     return (*_target(config, quantised), *_mtp(config, quantised))
 
 
