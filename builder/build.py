@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 import twostroke
 from twostroke.builder.checkpoint import Checkpoint
-from twostroke.builder.draft_folder import with_draft
+from twostroke.builder.draft_folder import check_holds_target, with_draft
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
 from twostroke.builder.networks.dspark import with_forced_block
@@ -94,6 +94,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     decode_backend = _backend(options.engine, "decode", options.decode_backend)
     kv_cache_dtype = _kv_cache_dtype(options.engine, options.kv_cache_dtype)
     checkpoint = Checkpoint.open(checkpoint_folder)
+    check_holds_target(checkpoint)
     if options.draft_checkpoint is not None:
         checkpoint = with_draft(checkpoint, options.draft_checkpoint)
     config = checkpoint.config

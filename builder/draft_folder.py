@@ -22,6 +22,19 @@ FREE = ("max_position_embeddings", "bos_token_id", "eos_token_ids", "torch_dtype
 _log = logging.getLogger(__name__)
 
 
+def check_holds_target(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a folder that holds a drafter alone."""
+    family = TARGETS[checkpoint.config.model_type]
+    prefix = family.draft_prefix(checkpoint.config)
+    shared = {spec.copy_of for spec in family.all_tensors(checkpoint.config)}
+    of_target = [name for name in checkpoint.entries if not name.startswith(prefix) and name not in shared]
+    if not of_target and any(name.startswith(prefix) for name in checkpoint.entries):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a drafter alone ({prefix}*): build from its target's folder, with this one as "
+            "--draft-checkpoint"
+        )
+
+
 def with_draft(target: Checkpoint, folder: Path) -> Checkpoint:
     """`target` with the drafter of `folder` in place of what drafter it has.
 

@@ -15,6 +15,7 @@ import torch
 from twostroke.builder import dense_draft_folder
 from twostroke.builder.checkpoint import Checkpoint, Survey, TensorEntry, collected, survey
 from twostroke.builder.config import ModelConfig, load_config
+from twostroke.builder.draft_folder import check_holds_target
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.builder.networks.registry import TARGETS, Target
 from twostroke.builder.weights import parameters_of, usable, weight_source
@@ -47,6 +48,8 @@ def inspect_checkpoint(folder: Path, *, batch_size: int | None = None, seq_len: 
     load = _load(config, batch_size, seq_len)
     target, found = TARGETS[config.model_type], survey(folder)
     checkpoint = Checkpoint(folder, config, found.entries)
+    if not found.damaged:
+        check_holds_target(checkpoint)
     problems = list(found.problems)
     method = _draft_method(checkpoint, target, found, problems)
     tensors = target.target_tensors(config) if method == "none" else target.all_tensors(config)

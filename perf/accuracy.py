@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-questions", metavar="N", type=_count(1), default=200, help="questions at most (200)")
     parser.add_argument("--num-shots", metavar="N", type=_count(0), default=8, help="solved questions before each (8)")
     parser.add_argument("--max-tokens", metavar="N", type=_count(1), default=512, help="tokens of an answer (512)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--temperature", metavar="T", type=_temperature, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--parallel", metavar="N", type=_count(1), default=8, help="requests under way at once (8)")
     parser.add_argument("--device", metavar="NAME", help="what answers (engine: this machine; server: not told)")
     parser.add_argument("--output", metavar="FILE.json", type=Path, help="write the result there, and beside it as .md")
@@ -66,7 +66,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--base-url needs --model, the name the server gives the model")
     if options.engine_dir is not None and (options.model or options.timeout):
         parser.error("--model and --timeout have a meaning with --base-url only")
-    if options.output and (options.output.suffix != ".json" or not options.output.absolute().parent.is_dir()):
+    output = options.output
+    if output and (output.suffix != ".json" or output.is_dir() or not output.absolute().parent.is_dir()):
         parser.error(f"--output is {options.output}, expected a file name ending in .json in a folder that exists")
     return options
 
@@ -80,14 +81,24 @@ def _count(lowest: int) -> Callable[[str], int]:
     return read
 
 
-def _positive(text: str) -> float:
+def _number(text: str) -> float:
+    """NaN for what is no number."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+        return math.nan
+
+
+def _positive(text: str) -> float:
+    if not 0 < _number(text) < math.inf:
         raise argparse.ArgumentTypeError(f"is {text!r}, expected a number above 0")
-    return value
+    return _number(text)
+
+
+def _temperature(text: str) -> float:
+    if not 0 <= _number(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected a number of at least 0")
+    return _number(text)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Endpoint:
             return Failure(f"no answer within {self.timeout:g} seconds (--timeout)")
         except ConnectionRefusedError:
             return Failure("connection refused; is the server running?")
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no host's name, no path
             return Failure(f"{type(error).__name__}: {error}")
         if status != 200:
             return Failure(f"HTTP {status}: {_message(answer)}")

@@ -176,9 +176,10 @@ def token_rows(positions: Tensor, slots: Tensor, page_table: Tensor, *, rows_per
 
 
 def best_rows(scores: Tensor, positions: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The top-k rows up to each token's own position by scores [N, K], and which of them there are: both [N, top_k]."""
+    """The top-k rows up to each token's own position by scores [N, K], and which of them there are: both [N, top_k].
+    A score that is no number ranks behind all others."""
     rows = torch.arange(scores.shape[1])[None, :]
-    scores = torch.where(rows <= positions[:, None], scores, MASKED)
+    scores = torch.where((rows <= positions[:, None]) & (scores > MASKED), scores, MASKED)
     padding = torch.full((scores.shape[0], top_k), MASKED)
     chosen = exact_topk(torch.cat([scores, padding], dim=1), top_k)
     seen = chosen <= positions[:, None]

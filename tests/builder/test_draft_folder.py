@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.__main__ import main
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.checkpoint import Checkpoint
-from twostroke.builder.draft_folder import with_draft
+from twostroke.builder.draft_folder import check_holds_target, with_draft
 from twostroke.builder.networks.registry import TARGETS
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.engines.errors import BuildError, CheckpointError, ConfigError
@@ -117,6 +118,26 @@ def test_a_drafter_of_another_family_is_refused_with_both_names(small: Path, tmp
 def test_a_whole_checkpoint_is_no_draft_folder(small: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensors are no drafter's .*pass the folder as the checkpoint"):
         with_draft(Checkpoint.open(small / "target"), small / "combined")
+
+
+@pytest.mark.parametrize("own", [(), ("lm_head.weight",)])
+def test_a_drafter_alone_is_no_checkpoint_and_the_option_for_it_is_named(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], own: tuple[str, ...]
+) -> None:
+    """With or without a head under the target's name."""
+
+    def draft(tensors: Tensors) -> None:
+        for name in [name for name in tensors if not name.startswith(LAYER) and name not in own]:
+            del tensors[name]
+
+    folder = write_checkpoint(tmp_path / "draft", SMALL, edit=draft)
+    for line in (["inspect", str(folder)], ["build", str(folder), "-o", str(tmp_path / "engine")]):
+        assert main(line) == 2
+        assert capsys.readouterr().err == (
+            f"twostroke: {folder} holds a drafter alone ({LAYER}*): build from its target's folder, with this one as "
+            "--draft-checkpoint\n"
+        )
+    check_holds_target(Checkpoint.open(small / "target"))
 
 
 def test_the_draft_folder_wins_over_the_drafter_beside_the_target_and_says_so(

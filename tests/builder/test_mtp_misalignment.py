@@ -47,7 +47,7 @@ def demo_engine(checkpoint: Path) -> LoadedEngine:
     return load_engine_directory(place / "engine")
 
 
-@pytest.fixture(scope="module", params=["toy", *([DEMO.name] if DEMO.is_dir() else [])])
+@pytest.fixture(scope="module", params=["toy", DEMO.name])
 def model(request: pytest.FixtureRequest) -> Model:
     if request.param == "toy":
         engine = request.getfixturevalue("t32_mtp_engine")

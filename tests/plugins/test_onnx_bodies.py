@@ -97,6 +97,8 @@ def csa(where: Layout, seed: int) -> Values:
 def mla(where: Layout, seed: int) -> Values:
     n, gate = where.tokens, normal(seed + 7, where.tokens, 2)
     gate[::3] = 0.0  # all scores of these rows tie
+    index_rows = normal(seed + 9, 12 * 12, 4)
+    index_rows[table(seed)[1:, 0] * 12 + 2] = torch.tensor([torch.inf, -torch.inf] * 2)  # most scores of it are NaN
     return {
         "q": normal(seed, n, 3, 8),
         "row": normal(seed + 1, n, 8),
@@ -104,7 +106,7 @@ def mla(where: Layout, seed: int) -> Values:
         "index_weight": gate,
         "index_row": normal(seed + 8, n, 4),
         "latent_rows": normal(seed + 5, 12 * 12, 8),
-        "index_rows": normal(seed + 9, 12 * 12, 4),
+        "index_rows": index_rows,
         "positions": where.positions,
         "slots": where.slots,
         "page_table": table(seed),
@@ -114,7 +116,8 @@ def mla(where: Layout, seed: int) -> Values:
 def mla_fp8_index(where: Layout, seed: int) -> Values:
     given = mla(where, seed)
     empty = torch.zeros(12, 12 * 8, dtype=torch.uint8)
-    pages = index_keys.write_pages(empty, torch.arange(12 * 12), given.pop("index_rows"), 12)
+    pages = index_keys.write_pages(empty, torch.arange(12 * 12), given.pop("index_rows").clamp(-9, 9), 12)
+    pages[given["page_table"][1:, 0], 2 * 4] = 127  # NaN
     values = list(given.items())
     values.insert(list(CATALOGUE["nsa_mla_fp8_index"].tensors).index("index_pages"), ("index_pages", pages))
     return dict(values)

@@ -117,6 +117,28 @@ def test_ties_go_to_the_lowest_position_wherever_its_page_is() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
+def test_a_score_that_is_no_number_is_chosen_behind_all_others() -> None:
+    """Rows 1 and 4 have index keys of NaN: a token that sees three others or more reads none of them, one that sees
+    fewer reads them too."""
+    case = Case(layout((1, 1, 1), (2, 8, 2)))
+    for slot, position in ((1, 0), (2, 1), (2, 4)):
+        case.index[case.physical(slot, position)] = torch.nan
+    out, latent, index = case.run()
+    index[index.isnan()] = 0.0
+    without = case.table[2].repeat_interleave(PAGE) * PAGE + torch.arange(5 * PAGE) % PAGE
+    for n in (1, 2):
+        rows = [p for p in range(int(case.where.positions[n]) + 1) if p not in (1, 4)]
+        q, g = case.index_q[n].double(), case.index_weight[n].double()
+        scores = {p: float((g * torch.relu(q @ index[without[p]].double())).sum()) for p in rows}
+        chosen = sorted(rows, key=lambda p: (-scores[p], p))[:TOP_K]
+        keys = latent[without[torch.tensor(chosen)]].double()
+        z = torch.softmax(case.q[n].double() @ keys.T * SCALE, dim=-1)
+        torch.testing.assert_close(out[n].double(), z @ keys[:, :LATENT], rtol=1e-5, atol=1e-5)
+    both = latent[[case.physical(1, 0), case.physical(1, 1)]].double()
+    z = torch.softmax(case.q[0].double() @ both.T * SCALE, dim=-1)
+    torch.testing.assert_close(out[0].double(), z @ both[:, :LATENT], rtol=1e-5, atol=1e-5)
+
+
 def test_values_are_the_latent_part_and_keys_the_whole_row() -> None:
     case = Case(layout((1, 0, 2)))
     plain, *_ = case.run()
