@@ -160,7 +160,8 @@ def _weights(checkpoint: Checkpoint, steps: Iterable[StepSpec]) -> dict[str, int
 
     A draft's copies of the target's embedding and head are taken for equal, which only their bytes can tell.
     """
-    referred, written = [], []
+    referred: list[int] = []
+    written: list[int] = []
     for name, (shape, dtype) in parameters_of(step.module for step in steps).items():
         source = weight_source(name, shape)
         entry = None if source.stacked else checkpoint.entries.get(source.names[0])
@@ -214,4 +215,5 @@ _COLUMNS = (("tensors", 8), ("parameters", 18), ("bytes", 18))
 
 
 def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return ", ".join(value) if names else str(value)  # type: ignore[arg-type]
