@@ -32,6 +32,7 @@ from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_SEQ_LEN,
     SCHEMA,
     WEIGHTS_FILE,
     BuildConfig,
@@ -45,7 +46,6 @@ from twostroke.engines.manifest import (
 from twostroke.engines.onnxruntime import versions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-DEFAULT_MAX_SEQ_LEN = 8192
 
 _log = logging.getLogger(__name__)
 

@@ -72,6 +72,16 @@ FP8_BLOCK = 128
 FP4_GROUP = 32
 """Weights per scale along a row of an FP4 matrix."""
 
+QUANTISATION: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    "activation_scheme": "dynamic",
+}
+"""`quantization_config` of every release. What it says of activations concerns kernels that quantise them; results are
+those of unquantised activations. Which tensors are left out of it, their dtypes say."""
+
 _Reading = TypeVar("_Reading")
 
 
@@ -290,17 +300,6 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
     return config
 
 
-# `quantization_config` of the releases. What it says of activations concerns kernels that quantise them; results are
-# those of unquantised activations. Which tensors are left out of it, their dtypes say.
-_QUANTISATION: Mapping[str, tuple[Any, ...]] = {
-    "quant_method": ("fp8",),
-    "fmt": ("e4m3",),
-    "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
-    "scale_fmt": ("ue8m0", None),
-    "activation_scheme": ("dynamic", None),
-}
-
-
 def read_quantised(fields: Fields, expert_dtype: str | None) -> bool:
     """Whether the weights are FP8 in blocks as released, and the experts as `expert_dtype` says: None where the family
     keeps them like all other weights. False without `quantization_config`."""
@@ -313,10 +312,10 @@ def read_quantised(fields: Fields, expert_dtype: str | None) -> bool:
     if not isinstance(found, Mapping):
         raise fields.refused("quantization_config", found, "expected an object or null")
     section = Fields(found, fields.where, prefix="quantization_config.")
-    for name, accepted in _QUANTISATION.items():
-        value = section.take(name, None) if None in accepted else section.take(name)
-        if value not in accepted:
-            raise section.refused(name, value, f"only {json.dumps(accepted[0])} is implemented")
+    for name, only in QUANTISATION.items():
+        value = section.take(name, None) if name in ("scale_fmt", "activation_scheme") else section.take(name)
+        if value not in (only, None):
+            raise section.refused(name, value, f"only {json.dumps(only)} is implemented")
     section.take("modules_to_not_convert", None)
     section.check_all_taken()
     if stated != expert_dtype:

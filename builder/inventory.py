@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from twostroke.builder.config import CSA, FP4_GROUP, FP8_BLOCK, SLIDING, DeepseekV4Config
+from twostroke.builder.config import CSA, FP4_GROUP, FP8_BLOCK, HCA, SLIDING, DeepseekV4Config
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -79,6 +79,36 @@ def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
         TensorSpec("mtp.0.emb.tok_emb.weight", whole, WEIGHT_DTYPES, "embed.weight"),
         TensorSpec("mtp.0.head.weight", whole, WEIGHT_DTYPES, "head.weight"),
     )
+
+
+def component(config: DeepseekV4Config, name: str) -> str:
+    """What a tensor is part of, as people count a model (`spec/deepseek_v4.md` section 12)."""
+    first, *rest = name.split(".")
+    parts = {*rest}
+    if first == "mtp":
+        return "draft"
+    if first in ("embed", "head"):
+        return {"embed": "embedding", "head": "output head"}[first]
+    if any(part.startswith("hc_") for part in (first, *rest)):
+        return "hyper-connections"
+    if "experts" in parts or "shared_experts" in parts:
+        return "routed experts" if "experts" in parts else "shared experts"
+    if "gate" in parts:
+        return "hash routing tables" if "tid2eid" in parts else "router"
+    if "indexer" in parts:
+        return "indexers"
+    if "compressor" in parts:
+        return f"{_SHORT.get(_layer_type(config, rest[0]), 'unknown')} compressors"
+    return "attention" if "attn" in parts else "norms" if name.endswith("norm.weight") else "unknown"
+
+
+_SHORT = {CSA: "CSA", HCA: "HCA"}
+
+
+def _layer_type(config: DeepseekV4Config, number: str) -> str:
+    """The type of a layer of the target; nothing for a number it does not have."""
+    known = number.isdecimal() and len(number) < 5 and int(number) < config.num_hidden_layers
+    return config.layer_types[int(number)] if known else ""
 
 
 def _target(config: DeepseekV4Config) -> Iterator[TensorSpec]:

@@ -75,8 +75,8 @@ def _check_config(engine: Path, manifest: Manifest, checkpoint_folder: Path) -> 
     if built != given:
         names = [name for name in vars(built) if getattr(given, name, None) != getattr(built, name)]
         raise BuildError(
-            f"{checkpoint_folder} is no refit for {engine}: {shown_list(names, 5)} differ from the config the engine was "
-            "built from; build another engine"
+            f"{checkpoint_folder} is no refit for {engine}: {shown_list(names, 5)} differ from the config the engine "
+            "was built from; build another engine"
         )
 
 

@@ -105,9 +105,9 @@ def self_check(
             worst = max(worst, error)
             if not error <= BOUND:
                 raise BuildError(
-                    f"step {spec.name} as compiled for {step.engine} does not compute what its network computes: {name} "
-                    f"is off by {error:.1e} of its largest value on the golden prompt, at most {BOUND:.0e} is accepted; "
-                    "nothing was built"
+                    f"step {spec.name} as compiled for {step.engine} does not compute what its network computes: "
+                    f"{name} is off by {error:.1e} of its largest value on the golden prompt, at most {BOUND:.0e} is "
+                    "accepted; nothing was built"
                 )
         for parameter in spec.module.parameters():
             parameter.data = torch.empty(0)

@@ -3,8 +3,8 @@
     model.layers.L.mlp.experts.gate_up_proj [E, 2F, D]     w1 of expert 0, w3 of expert 0, w1 of expert 1, ...
     model.layers.L.mlp.experts.down_proj    [E, D, F]      w2 of expert 0, ...
 
-Rows are stored one after the other, so an expert's matrix is a range of the bank's bytes: everything below becomes the
-original layout's entries without touching a byte. Names: `spec/deepseek_v4.md` section 10.2. The library drops drafters.
+Rows are stored one after the other, so an expert's matrix is a range of the bank's bytes: all tensors become entries of
+the original layout without touching a byte. Names: `spec/deepseek_v4.md` section 10.2. The library drops drafters.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def in_original_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     def put(name: str, value: object, source: str) -> None:
         if name in values and values[name] != value:
             raise ConfigError(
-                f"{where}: field {name} is {shown(values[name])}, but {source} means {shown(value)}; keep one of the two"
+                f"{where}: field {name} is {shown(values[name])}, but {source} means {shown(value)}; keep one of "
+                "the two"
             )
         found[name] = value
 

@@ -279,8 +279,8 @@ def write_checkpoint(
     """Write config.json and random weights (logits of about `scale`) in `shards` files, and return the folder.
 
     `dtype` is float32 (everything) or bfloat16 (as released: weights BF16; hyper-connections, sinks, ape and gate bias
-    F32); a quantised config needs bfloat16 and gets its codes and scales. One shard gives a lone model.safetensors without an index. `edit` may change the tensors before they are
-    written.
+    F32); a quantised config gets its codes and scales whatever it is. One shard gives a lone model.safetensors without
+    an index. `edit` may change the tensors before they are written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

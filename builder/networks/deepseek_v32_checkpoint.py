@@ -212,6 +212,24 @@ def draft_prefix(config: DeepseekV32Config) -> str:
     return f"model.layers.{config.num_hidden_layers}."
 
 
+def component(config: DeepseekV32Config, name: str) -> str:
+    """What a tensor is part of, as people count a model (`spec/deepseek_v32.md` section 11.1)."""
+    parts, number = {*name.split(".")}, _layer_number(name)
+    if number is not None and number >= config.num_hidden_layers:
+        return "draft"
+    if "embed_tokens" in parts or "lm_head" in parts:
+        return "embedding" if "embed_tokens" in parts else "output head"
+    if "indexer" in parts:
+        return "indexers"
+    if "self_attn" in parts:
+        return "attention"
+    if "experts" in parts or "shared_experts" in parts:
+        return "routed experts" if "experts" in parts else "shared experts"
+    if "mlp" in parts:
+        return "router" if "gate" in parts else "dense layers"
+    return "norms" if name.endswith("norm.weight") else "unknown"
+
+
 def _target(config: DeepseekV32Config) -> Iterator[TensorSpec]:
     whole = (config.vocab_size, config.hidden_size)
     yield TensorSpec("model.embed_tokens.weight", whole, WEIGHT_DTYPES)

@@ -176,7 +176,8 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
     s_i = 1 - clamp((i - low)/(high - low), 0, 1),
     low/high = floor/ceil of dim * ln(original/(2 pi beta)) / (2 ln theta) at beta_fast/beta_slow.
     """
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    # Values, so on the CPU even where a network is made on the meta device for its shapes alone.
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     frequencies = theta**-exponent
     if scaling is None:
         return frequencies.float()
@@ -187,7 +188,7 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_of(scaling.beta_slow)), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     keep = 1 - ramp
     return (frequencies / scaling.factor * (1 - keep) + frequencies * keep).float()
 

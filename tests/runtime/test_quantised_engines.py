@@ -1,4 +1,4 @@
-"""Engines over FP8 and FP4 weights as released: the answers of the network that dequantises first, from stored bytes."""
+"""Engines over FP8 and FP4 weights as released: answers of the network that dequantises first, from stored bytes."""
 
 from __future__ import annotations
 
