@@ -43,7 +43,7 @@ def refit(
     tensors = target.all_tensors(checkpoint.config) if drafted else target.target_tensors(checkpoint.config)
     checkpoint.check(tensors)
     parameters = {
-        binding.name: (binding.shape, getattr(torch, binding.dtype))
+        binding.name: (tuple(int(size) for size in binding.shape), getattr(torch, binding.dtype))
         for step in manifest.steps.values()
         for binding in step.bindings
         if binding.role == "weight"
