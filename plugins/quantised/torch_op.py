@@ -7,9 +7,7 @@ import torch
 from twostroke.plugins.op import Op
 from twostroke.plugins.quantised import reference
 
-LINEAR_FP8 = Op(
-    "linear_fp8", reference.linear_fp8, lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0])
-)
+LINEAR_FP8 = Op("linear_fp8", reference.linear_fp8, lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
 DEQUANTISE_FP8 = Op(
     "dequantise_fp8",
     reference.dequantise_fp8,
