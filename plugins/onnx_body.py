@@ -181,14 +181,15 @@ def _exported(function: Callable[..., Any], attributes: tuple[Any, ...], signatu
 _MULTIPLE = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)")
 
 
-def _signature(node: ir.Node) -> _Signature:
+def _signature(node: ir.Node, any_size: bool) -> _Signature:
     """dtypes and shapes of a node's inputs, with dynamic dimensions renamed in order of appearance so that layers of
-    one kind share a body. A dimension that is more than a multiple of a name counts as a name of its own."""
+    one kind share a body. A dimension that is more than a multiple of a name counts as a name of its own, and with
+    `any_size` so does a number."""
     renamed: dict[str, str] = {}
 
     def canonical(dim: Any) -> int | str:
         if isinstance(dim, int):
-            return dim
+            return renamed.setdefault(str(dim), f"d{len(renamed)}") if any_size else dim
         text = str(dim.value if hasattr(dim, "value") else dim)
         multiple = _MULTIPLE.fullmatch(text)
         factor, name = multiple.groups() if multiple else (None, text)
@@ -212,7 +213,7 @@ def _dtype(dtype: ir.DataType) -> str:
 def _function(node: ir.Node, op: Op) -> ir.Function:
     hints = typing.get_type_hints(op.reference)
     attributes = tuple(hints[name](node.attributes[name].value) for name in op.attributes)
-    signature = _signature(node)
+    signature = _signature(node, op.any_size)
     model = ir.serde.deserialize_model(ir.serde.serialize_model(_body(op.name, attributes, signature)))
     for value in list(model.graph.initializers.values()):
         constant = ir.Node(

@@ -51,7 +51,7 @@ def _loop(dequantise: Dequantise, export: Export, attributes: tuple[Any, ...], s
     body = ir.Graph([turn, go_on, total], [still, sum_so_far], nodes=nodes, name="add_expert")
 
     result = _node("result", "Loop", count, None, nothing, body=body)
-    result.dtype, result.shape = total.dtype, total.shape
+    result.type, result.shape = total.type, total.shape
     nodes = _nodes(picked, count, shape, nothing, result)
     graph = ir.Graph(given, [result], nodes=nodes, initializers=constants, opset_imports=step.opset_imports)
     return ir.Model(graph, ir_version=exported.ir_version)

@@ -95,7 +95,7 @@ def moe_experts_fp8(
 ) -> Tensor:
     """`moe_experts` over fp8 banks, scales [E, ceil(O / 128), ceil(K / 128)]; only picked experts are dequantised."""
     banks = (w1, w1_scale, w2, w2_scale, w3, w3_scale)
-    return _picked_experts(dequantise_fp8, x, ids, weights, banks, limit)
+    return picked_experts(dequantise_fp8, x, ids, weights, banks, limit)
 
 
 def moe_experts_fp4(
@@ -112,17 +112,19 @@ def moe_experts_fp4(
 ) -> Tensor:
     """`moe_experts` over packed fp4 banks, scales [E, O, ceil(K / 32)]; only picked experts are dequantised."""
     banks = (w1, w1_scale, w2, w2_scale, w3, w3_scale)
-    return _picked_experts(dequantise_fp4, x, ids, weights, banks, limit)
+    return picked_experts(dequantise_fp4, x, ids, weights, banks, limit)
 
 
-def _picked_experts(
+def picked_experts(
     dequantise: Dequantise,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    banks: tuple[Tensor, ...],
+    banks: Sequence[Tensor],
     limit: float,
 ) -> Tensor:
+    """Weighted sum of the picked experts, [N, D], one expert at a time; banks [E, ...] of w1, w2 and w3, each as codes
+    and scale."""
     total = torch.zeros_like(x)
     for expert in torch.unique(ids):  # ascending
         total = add_expert(dequantise, total, x, ids, weights, expert, [bank[expert] for bank in banks], limit)

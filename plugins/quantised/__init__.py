@@ -5,7 +5,7 @@
     e8m0 (scale)  2^(b - 127) of a byte b; 0xFF is NaN. b = 0 is a subnormal fp32
 
     fp8:   W[i, k] = e4m3(q[i, k]) * s[i // 128, k // 128]           s: e8m0 bytes (V4) or fp32 (V3.2); it multiplies
-    fp4:   W[i, k] = e2m1(nibble k of row i) * s[i, k // 32]         byte c of a row: columns 2c (low nibble), 2c + 1
+    fp4:   W[i, k] = e2m1(nibble k of row i) * s[i, k // 32]         byte c: columns 2c (low nibble), 2c + 1
 
     y = x W^T
 

@@ -45,8 +45,5 @@ def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def _scaled(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
     """values [O, K] times the scale of their block of `rows` x `columns`."""
     factor = look_up(E8M0, scale) if scale.dtype == torch.uint8 else scale
-    height, width = values.shape
-    short = (0, -width % columns, 0, -height % rows)
-    whole = torch.nn.functional.pad(values, short) if any(short) else values
-    blocks = whole.reshape(factor.shape[0], rows, factor.shape[1], columns) * factor[:, None, :, None]
-    return blocks.reshape(whole.shape)[:height, :width]
+    wide = factor.index_select(1, torch.arange(values.shape[1]) // columns)
+    return values * (wide if rows == 1 else wide.index_select(0, torch.arange(values.shape[0]) // rows))

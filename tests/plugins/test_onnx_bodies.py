@@ -205,8 +205,13 @@ def codes(seed: int, *shape: int) -> Tensor:
 
 
 def scales(seed: int, *shape: int) -> Tensor:
-    """e8m0 bytes of 2^-7 .. 2^0."""
-    return 120 + codes(seed, *shape) % 8
+    """e8m0 bytes of 2^-14 .. 2^-7."""
+    return 113 + codes(seed, *shape) % 8
+
+
+def multipliers(seed: int, *shape: int) -> Tensor:
+    """fp32 scales about as large."""
+    return normal(seed, *shape) * 2.0**-9
 
 
 def fp8_linear(scale: Callable[..., Tensor]) -> Callable[[Layout, int], Values]:
@@ -226,9 +231,7 @@ def stored_experts(form: str) -> Callable[[Layout, int], Values]:
         for i, (name, rows, columns) in enumerate((("w1", 130, 140), ("w2", 140, 130), ("w3", 130, 140))):
             fp4 = form == "fp4"
             banks[name] = codes(seed + i, 6, rows, columns // 2 if fp4 else columns) % 120  # 0 .. 240 in fp8
-            banks[f"{name}_scale"] = (
-                scales(seed + 5 + i, 6, rows, 5) if fp4 else normal(seed + 5 + i, 6, 2, 2) * 2.0**-9
-            )
+            banks[f"{name}_scale"] = scales(seed + 5 + i, 6, rows, 5) if fp4 else multipliers(seed + 5 + i, 6, 2, 2)
         return {"x": normal(seed, where.tokens, 140), "ids": given["ids"], "weights": given["weights"], **banks}
 
     return values
@@ -362,7 +365,7 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
         for form in ("fp4", "fp8")
     },
     "linear_fp8-e8m0": ("linear_fp8", fp8_linear(scales), {"x": ("N",)}, ()),
-    "linear_fp8-float": ("linear_fp8", fp8_linear(normal), {"x": ("N",)}, ()),
+    "linear_fp8-float": ("linear_fp8", fp8_linear(multipliers), {"x": ("N",)}, ()),
     "dequantise_fp8": (
         "dequantise_fp8",
         lambda where, seed: {"codes": codes(seed, 130, 200), "scale": scales(seed + 1, 2, 2)},
