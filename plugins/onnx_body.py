@@ -1,7 +1,8 @@
 """Ops in ONNX: an opaque node in domain `twostroke` for engines with plugins, a plain-ONNX body for all others.
 
-A body is the op's reference exported on its own, so graph and reference are one piece of maths. Attribute values are
-constants of a body: there is one body per op, attribute set and input signature.
+A body is the op's reference exported on its own, so graph and reference are one piece of maths; where a reference loops
+over what it finds in its inputs, `plugins/<op>/onnx.py` puts the loop around an exported part of it. Attribute values
+are constants of a body: there is one body per op, attribute set and input signature.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch.export import Dim
 
 from twostroke.plugins.catalogue import CATALOGUE
+from twostroke.plugins.moe import onnx as moe
 from twostroke.plugins.op import NAMESPACE, Op
 
 OPSET = 18
@@ -120,20 +122,27 @@ def to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
     return model
 
 
-class _Reference(torch.nn.Module):
-    def __init__(self, op: Op, attributes: Sequence[Any]) -> None:
+class _Function(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any], attributes: Sequence[Any]) -> None:
         super().__init__()
-        self.op, self.attributes = op, tuple(attributes)
+        self.function, self.attributes = function, tuple(attributes)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.op.reference(*tensors, *self.attributes)
+        return self.function(*tensors, *self.attributes)
 
 
 _Signature = tuple[tuple[str, tuple[int | str, ...]], ...]
+_LOOPS = {**moe.LOOPS}
 
 
 @cache
 def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.Model:
+    if name in _LOOPS:
+        return _LOOPS[name](_exported, attributes, signature)
+    return _exported(CATALOGUE[name].reference, attributes, signature)
+
+
+def _exported(function: Callable[..., Any], attributes: tuple[Any, ...], signature: _Signature) -> ir.Model:
     dims_by_name: dict[str, Any] = {}
     sizes: dict[str, int] = {}
 
@@ -152,7 +161,7 @@ def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.M
         concrete = [dims[axis][1] if isinstance(d, str) else d for axis, d in enumerate(shape)]
         arguments.append(torch.zeros(concrete, dtype=getattr(torch, dtype)))
         dynamic.append({axis: dim for axis, (dim, _) in dims.items()})
-    module = _Reference(CATALOGUE[name], attributes)
+    module = _Function(function, attributes)
     with quiet():
         program = torch.export.export(module, tuple(arguments), dynamic_shapes=(tuple(dynamic),))
     return to_onnx(program)
@@ -220,10 +229,16 @@ def inline_bodies(model: ir.Model) -> ir.Model:
     inlined = ir.passes.common.InlinePass()(model).model
     inlined.functions.clear()
     # Bodies name their dimensions each for itself; engines take equal names for equal sizes and share buffers by them.
+    # Inlining leaves a subgraph's inputs as the body named them.
     kept = set(inlined.graph.outputs)
-    for node in inlined.graph:
+    for node in ir.traversal.RecursiveGraphIterator(inlined.graph):
         for value in node.outputs:
             if value not in kept:
                 value.shape = None
+        for graph in (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH):
+            for value in graph.inputs:
+                value.name = f"{node.name}/{value.name}"
+                if value.shape is not None and not value.shape.is_static():
+                    value.shape = None
     inlined.opset_imports.pop(NAMESPACE, None)
     return inlined
