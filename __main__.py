@@ -51,6 +51,12 @@ def _generate() -> tuple[AddArguments, Run]:
     return add_generate_arguments, run_generate
 
 
+def _make_checkpoint() -> tuple[AddArguments, Run]:
+    from twostroke.builder.make_checkpoint.cli import add_make_checkpoint_arguments, run_make_checkpoint
+
+    return add_make_checkpoint_arguments, run_make_checkpoint
+
+
 def _inspect() -> tuple[AddArguments, Run]:
     from twostroke.runtime.cli import add_inspect_arguments, run_inspect
 
@@ -64,10 +70,18 @@ def _inspect() -> tuple[AddArguments, Run]:
     return add_inspect_arguments, run
 
 
+def _refit() -> tuple[AddArguments, Run]:
+    from twostroke.builder.cli import add_refit_arguments, run_refit
+
+    return add_refit_arguments, run_refit
+
+
 COMMANDS: dict[str, tuple[str, Callable[[], tuple[AddArguments, Run]]]] = {
     "build": ("make an engine directory from a checkpoint folder", _build),
+    "refit": ("put the weights of another checkpoint into an engine directory", _refit),
     "generate": ("answer one prompt with an engine directory", _generate),
     "inspect": ("explain an engine directory or a checkpoint folder", _inspect),
+    "make-checkpoint": ("write a checkpoint of a named model with random weights, at any scale", _make_checkpoint),
     "demo": ("build a demo model and complete held-out prompts with it", _demo),
 }
 

@@ -9,7 +9,7 @@ reshaped state would be the same memory under another name, whose readers no rul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -60,8 +60,8 @@ def _depend(graph: ir.Graph, scatter: ir.Node, reader: ir.Node) -> None:
 def _is_ancestor(candidate: ir.Node, node: ir.Node) -> bool:
     stack, seen = [node], set()
     while stack:
-        for value in stack.pop().inputs:
-            producer = value.producer() if value is not None else None
+        for value in _operands(stack.pop()):
+            producer = value.producer()
             if producer is None or producer in seen:
                 continue
             if producer is candidate:
@@ -69,6 +69,15 @@ def _is_ancestor(candidate: ir.Node, node: ir.Node) -> bool:
             seen.add(producer)
             stack.append(producer)
     return False
+
+
+def _operands(node: ir.Node) -> Iterator[ir.Value]:
+    """Everything a node reads, what its subgraphs take from outside among it."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            for inner in attribute.as_graph():
+                yield from _operands(inner)
 
 
 def check_aliases(model: ir.Model, aliases: Mapping[str, str], step: str) -> None:

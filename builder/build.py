@@ -21,7 +21,9 @@ from twostroke.builder.draft_folder import check_holds_target, with_draft
 from twostroke.builder.engine_directory import file_records, seal, staging
 from twostroke.builder.export import export_step
 from twostroke.builder.networks.dspark import with_forced_block
+from twostroke.builder.networks.layers import StepSpec, keep_as_stored
 from twostroke.builder.networks.registry import TARGETS
+from twostroke.builder.self_check import self_check
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown, shown_list
 from twostroke.builder.weights import collect, parameters_of
@@ -30,10 +32,12 @@ from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_SEQ_LEN,
     SCHEMA,
     WEIGHTS_FILE,
     BuildConfig,
     Manifest,
+    SelfCheck,
     Speculative,
     StateTensor,
     Step,
@@ -42,7 +46,6 @@ from twostroke.engines.manifest import (
 from twostroke.engines.onnxruntime import versions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-DEFAULT_MAX_SEQ_LEN = 8192
 
 _log = logging.getLogger(__name__)
 
@@ -73,13 +76,15 @@ class BuildOptions:
     prefill_backend: str | None = None
     decode_backend: str | None = None
     kv_cache_dtype: str | None = None
+    self_check: bool = True
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def silent(what: str, done: int, total: int) -> None:
+    """The progress nobody watches."""
     return None
 
 
-def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = _silent) -> Manifest:
+def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = silent) -> Manifest:
     """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
     if options.engine != "onnxruntime":
         raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
@@ -116,8 +121,17 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         raise BuildError(refusal)
     eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids, config.vocab_size)
     max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
-    network = target.network(config, draft.block_size, max_seq_len, draft.taps)
-    specs = (network.step(), *draft.steps(max_seq_len, own_tensors(checkpoint, tensors)))
+    own = own_tensors(checkpoint, tensors)
+
+    def networks() -> tuple[StepSpec, ...]:
+        network = target.network(config, draft.block_size, max_seq_len, draft.taps)
+        return (network.step(), *draft.steps(max_seq_len, own))
+
+    specs = networks()
+    if config.quantised:
+        stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
+        for module in dict.fromkeys(spec.module for spec in specs):
+            keep_as_stored(module, stored)
 
     with staging(destination, options.force) as folder:
         steps = {}
@@ -136,8 +150,13 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
             checkpoint, parameters, folder, lambda name, done: progress("writing weights", done, len(parameters))
         )
         checkpoint.assert_all_consumed()
+        checked = SelfCheck(False, "not asked for")
+        if options.self_check:
+            progress("checking", 0, 1)
+            checked = self_check(checkpoint, networks(), folder, steps, index, config.vocab_size)
+            progress("checking", 1, 1)
         (folder / WEIGHTS_FILE).write_bytes(encode(index))
-        _copy_tokenizer(checkpoint_folder, folder)
+        copy_tokenizer(checkpoint_folder, folder)
         manifest = Manifest(
             schema=SCHEMA,
             twostroke_version=twostroke.__version__,
@@ -159,6 +178,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
             steps=steps,
             state=_all_state(spec.state for spec in specs),
             files=file_records(folder),
+            self_check=checked,
         )
         seal(folder, manifest)
     return manifest
@@ -209,7 +229,8 @@ def _all_state(groups: object) -> tuple[StateTensor, ...]:
     return tuple(found.values())
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files, as far as the checkpoint has them."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -34,11 +34,15 @@ _TORCH_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "BOOL": torch.bool,
+    # Codes: FP8, E8M0 scales, two packed FP4 a byte. No family has a plain 8-bit tensor.
+    "F8_E4M3": torch.uint8,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.uint8,
+    "U8": torch.uint8,
 }
-# One byte per element: FP8 values, E8M0 scales, or two packed FP4 values (I8, U8). No family has a plain 8-bit tensor.
 _QUANTISED = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "E8M0 scale", "I8": "packed FP4", "U8": "packed FP4"}
-_SCALES = ("scale", "weight_scale_inv")  # as V4 and as V3.2 call the scale beside a quantised weight
-_NOT_READ_YET = "quantised weights are not read yet; convert to bf16"
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # what the scales beside a quantised weight are called
+_NOT_ANNOUNCED = "the config has no quantization_config; restore it, or convert the folder to bf16"
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,28 @@ class Checkpoint:
         """Read config, index and every shard header; no weights. Raises ConfigError for the config, and as
         `read_entries` for the rest."""
         folder = Path(folder)
-        return cls(folder, load_config(folder), read_entries(folder))
+        config = load_config(folder)
+        return cls(folder, config, in_family_names(config, read_entries(folder)))
 
     def check(self, inventory: Iterable[TensorSpec]) -> None:
         """Compare with what the network needs: unknown, missing, misshapen and mistyped tensors, all in one error.
 
         Tensors that were skipped are not unknown. Raises CheckpointError.
         """
+        if problems := self.problems(inventory):
+            raise collected(f"{self.folder} does not hold the tensors its config describes", problems)
+
+    def problems(self, inventory: Iterable[TensorSpec], excused: Collection[str] = ()) -> list[str]:
+        """What `check` would complain of; tensors that are `excused` are not missing, their shard is damaged."""
         specs = {spec.name: spec for spec in inventory}
-        quantised = {name for name, spec in specs.items() if name in self.entries and self._is_quantised(spec)}
+        unannounced = not self.config.quantised
+        quantised = {n for n, spec in specs.items() if unannounced and n in self.entries and self._is_quantised(spec)}
         stems = [name.removesuffix(".weight") for name in quantised]
-        scales = {f"{stem}.{scale}" for stem in stems for scale in _SCALES} - specs.keys()
+        scales = {f"{stem}.{scale}" for stem in stems for scale in SCALES} - specs.keys()
         unknown = self.entries.keys() - specs.keys() - self.skipped - scales
-        missing = [name for name, spec in specs.items() if name not in self.entries and spec.copy_of is None]
-        problems = [f"missing tensor {name} {list(specs[name].shape)}" for name in missing]
+        present = self.entries.keys() | set(excused)
+        missing = [name for name, spec in specs.items() if name not in present and spec.copy_of is None]
+        problems = [self._missing(specs[name]) for name in missing]
         problems += [f"unknown tensor {named(name)}, which nothing would read" for name in sorted(unknown)]
         for name, spec in specs.items():
             entry = self.entries.get(name)
@@ -98,26 +110,33 @@ class Checkpoint:
             if entry.dtype not in spec.dtypes:
                 problems.append(f"tensor {name} has dtype {entry.dtype}; accepted: {', '.join(spec.dtypes)}")
         for name in sorted(quantised):
-            problems.append(f"{_QUANTISED[self.entries[name].dtype]} tensor {name}: {_NOT_READ_YET}")
-        if problems:
-            raise _collected(f"{self.folder} does not hold the tensors its config describes", problems)
+            problems.append(f"{_QUANTISED[self.entries[name].dtype]} tensor {name}: {_NOT_ANNOUNCED}")
+        return problems
+
+    def _missing(self, spec: TensorSpec) -> str:
+        weight = self.entries.get(f"{spec.name.rpartition('.')[0]}.weight")
+        if spec.name.endswith(SCALES) and weight is not None and weight.dtype in _QUANTISED:
+            name = spec.name.rpartition(".")[0]
+            return (
+                f"{_QUANTISED[weight.dtype]} tensor {name}.weight has no scale: there is no {name} with suffix "
+                f"{', '.join(f'.{suffix}' for suffix in SCALES)}"
+            )
+        return f"missing tensor {spec.name} {list(spec.shape)}"
 
     def _is_quantised(self, spec: TensorSpec) -> bool:
         dtype = self.entries[spec.name].dtype
         return dtype in _QUANTISED and dtype not in spec.dtypes
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` in the dtype and shape stored, and mark it consumed.
+        """Tensor `name` in the dtype and shape stored, codes as uint8, and mark it consumed.
 
         It shares the memory of the mapped file (copy on write: changing it never reaches the file, but a second `read`
         of the same name sees the change); a tensor that is not aligned to its dtype is copied. Raises CheckpointError
-        for an unknown name, a quantised dtype, or a file that changed since `open`.
+        for an unknown name, a dtype no family has, or a file that changed since `open`.
         """
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {named(name)}")
-        if entry.dtype in _QUANTISED:
-            raise CheckpointError(f"{_QUANTISED[entry.dtype]} tensor {name}: {_NOT_READ_YET}")
         dtype = _TORCH_DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(f"tensor {name} has dtype {entry.dtype}; readable: {', '.join(_TORCH_DTYPES)}")
@@ -161,27 +180,81 @@ class Checkpoint:
             )
 
 
-def read_entries(folder: Path) -> dict[str, TensorEntry]:
+@dataclass(frozen=True)
+class Survey:
+    """All that one pass over index and headers finds. `damaged` are tensors that index or header name and of which no
+    sound entry was found; `problems` says why."""
+
+    entries: Mapping[str, TensorEntry]
+    damaged: frozenset[str]
+    problems: tuple[str, ...]
+
+
+def read_entries(folder: Path) -> Mapping[str, TensorEntry]:
     """Every tensor of the folder's shards, from index and headers.
 
     Raises CheckpointError with all findings in `problems`: a shard that is missing, truncated or longer than its header
     says, offsets that overlap or leave the file, and every disagreement between index and shards.
     """
+    found = survey(folder)
+    if found.problems:
+        raise collected(f"{folder} is not a usable checkpoint", found.problems)
+    return found.entries
+
+
+def survey(folder: Path) -> Survey:
+    """As `read_entries`, with the findings beside what is sound. Raises CheckpointError where there is nothing to read:
+    no folder, no index, no shard."""
     weight_map, files, problems = _weight_map(folder)
-    shards: dict[str, dict[str, TensorEntry]] = {}
+    headers: dict[str, _Header] = {}
     for file in files:
         try:
-            shards[file] = read_header(folder, file)
+            headers[file] = _read_header(folder, file)
+            problems.extend(headers[file].problems)
         except CheckpointError as error:
-            problems.extend(error.problems or (str(error),))
-    problems.extend(_disagreements(weight_map, shards))
-    if problems:
-        raise _collected(f"{folder} is not a usable checkpoint", problems)
-    return {name: entry for shard in shards.values() for name, entry in shard.items()}
+            problems.append(str(error))
+    problems.extend(_disagreements(weight_map, headers))
+    entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+    mentioned = {name for header in headers.values() for name in header.damaged}
+    mentioned.update(name for name, file in (weight_map or {}).items() if file not in headers)
+    return Survey(entries, frozenset(mentioned - entries.keys()), tuple(problems))
 
 
-def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """The entries of one safetensors file, checked against its size. Raises CheckpointError with all findings.
+def in_family_names(config: Any, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries under the names of the original layout of the config's family, scales included, whichever names a
+    folder uses."""
+    from twostroke.builder.networks.registry import TARGETS  # here: networks are written in terms of this module
+
+    found = TARGETS[config.model_type].original_names(entries)
+    return with_family_scales(found, config.scale_suffix) if config.quantised else found
+
+
+def with_family_scales(entries: Mapping[str, TensorEntry], suffix: str) -> dict[str, TensorEntry]:
+    """The entries with each quantised weight's scale under its family's `suffix`, whichever of SCALES a folder uses. A
+    weight with two scales keeps both names."""
+    found = dict(entries)
+    for name, entry in entries.items():
+        stem = name.removesuffix(".weight")
+        held = [f"{stem}.{other}" for other in SCALES if f"{stem}.{other}" in entries]
+        if entry.dtype in _QUANTISED and len(held) == 1 and stem != name:
+            found[f"{stem}.{suffix}"] = found.pop(held[0])
+    return found
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The sound entries of one shard, the names of the others, and what is wrong."""
+
+    entries: Mapping[str, TensorEntry]
+    damaged: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def names(self) -> Iterable[str]:
+        return (*self.entries, *self.damaged)
+
+
+def _read_header(folder: Path, file: str) -> _Header:
+    """The header of one safetensors file, checked against its size. Raises CheckpointError where it cannot be read.
 
     Layout: 8 bytes little-endian header length, that many bytes of JSON, then the tensors without gap or overlap.
     """
@@ -207,18 +280,16 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{shard} cannot be read: {getattr(reason, 'strerror', None) or reason}") from None
     values = parse_json_object(header, f"header of {shard}", CheckpointError)
     values.pop("__metadata__", None)
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     entries: dict[str, TensorEntry] = {}
     for name, value in values.items():
         try:
             entries[name] = _entry(file, 8 + length, value)
         except CheckpointError as error:
-            problems.append(f"{shard}, tensor {named(name)}: {error}")
-    if not problems:
-        problems = _layout_problems(shard, entries, 8 + length, actual)
-    if problems:
-        raise CheckpointError("; ".join(problems), tuple(problems))
-    return entries
+            problems[name] = f"{shard}, tensor {named(name)}: {error}"
+    # A damaged entry leaves a gap that is no second finding.
+    layout = [] if problems else _layout_problems(shard, entries, 8 + length, actual)
+    return _Header(entries, tuple(problems), (*problems.values(), *layout))
 
 
 def _entry(file: str, start: int, value: Any) -> TensorEntry:
@@ -286,8 +357,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     if not isinstance(mapping, dict) or not mapping:
         raise CheckpointError(f"{path}: weight_map is {shown(mapping)}; expected an object of tensor name -> shard")
     problems, kept = [], {}
+    inside = {file for file in {file for file in mapping.values() if isinstance(file, str)} if _stays_inside(file)}
     for name, file in mapping.items():
-        if _stays_inside(file):
+        if isinstance(file, str) and file in inside:
             kept[name] = file
         else:
             problems.append(
@@ -296,18 +368,18 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     return kept, problems
 
 
-def _stays_inside(file: object) -> bool:
-    if not isinstance(file, str) or not file or any(mark in file for mark in ("\\", "\0")):
+def _stays_inside(file: str) -> bool:
+    if not file or any(mark in file for mark in ("\\", "\0")):
         return False
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == file
 
 
-def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, _Header]) -> list[str]:
     """Index against headers. A shard that could not be read is reported already and not held to it."""
     holders: dict[str, list[str]] = {}
-    for file, entries in shards.items():
-        for name in entries:
+    for file, header in shards.items():
+        for name in header.names():
             holders.setdefault(name, []).append(file)
     problems = [
         f"tensor {named(name)} is in more than one shard: {shown_list(held)}"
@@ -326,7 +398,7 @@ def _disagreements(weight_map: Mapping[str, str] | None, shards: Mapping[str, Ma
     return problems
 
 
-def _collected(title: str, problems: Sequence[str], limit: int = 20) -> CheckpointError:
+def collected(title: str, problems: Sequence[str], limit: int = 20) -> CheckpointError:
     """One error for all findings: the first `limit` in the message, every one in `problems`."""
     rest = f"; and {len(problems) - limit:,} more" if len(problems) > limit else ""
     return CheckpointError(f"{title}: {'; '.join(problems[:limit])}{rest}", tuple(problems))

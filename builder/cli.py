@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from twostroke.engines.launch_flags import BUILD_BATCH_SIZE, DRAFT, MAX_DRAFT_LEN
 from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
@@ -39,6 +38,9 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "fp8_e4m3"),
         help="how the lightning indexer keeps its keys (float32); fp8_e4m3: rotated and quantised, as published",
     )
+    parser.add_argument(
+        "--no-self-check", action="store_true", help="do not compare the engine with its network at the end"
+    )
     parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
     add_sglang_flags(parser)
 
@@ -64,6 +66,7 @@ def run_build(args: argparse.Namespace) -> int:
         prefill_backend=launch.prefill_backend,
         decode_backend=launch.decode_backend,
         kv_cache_dtype=launch.kv_cache_dtype,
+        self_check=not args.no_self_check,
     )
     with bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
@@ -77,52 +80,35 @@ def run_build(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_inspect_checkpoint(args: argparse.Namespace) -> int:
-    """Explains a checkpoint folder from its config and headers; no weight is read."""
-    found = inspect_checkpoint(args.path)
-    if args.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    for name, value in found.items():
-        if isinstance(value, dict):
-            print(f"{name}:")
-            for key, item in value.items():
-                print(f"  {key}: {item}")
-        else:
-            print(f"{name}: {value}")
+def add_refit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `twostroke refit`."""
+    parser.add_argument("engine", metavar="DIR", type=Path, help="engine directory")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the same config, other weights")
+    parser.add_argument("--draft-checkpoint", metavar="DIR", type=Path, help="folder with the drafter alone")
+
+
+def run_refit(args: argparse.Namespace) -> int:
+    """Replaces the weights of one engine directory and says so."""
+    from twostroke.builder.progress import bars
+    from twostroke.builder.refit import refit
+
+    with bars() as progress:
+        manifest = refit(args.engine, args.checkpoint, args.draft_checkpoint, progress)
+    print(
+        f"twostroke: {args.engine} has the weights of {args.checkpoint}; steps {', '.join(manifest.steps)} unchanged",
+        file=sys.stderr,
+    )
     return 0
 
 
-def inspect_checkpoint(folder: Path) -> dict[str, Any]:
-    """Model, draft method, tensors and bytes by component. Raises as `Checkpoint.open` and `check` do."""
-    from twostroke.builder import dense_draft_folder
-    from twostroke.builder.checkpoint import Checkpoint
-    from twostroke.builder.draft_folder import check_holds_target
-    from twostroke.builder.networks.registry import TARGETS
+def run_inspect_checkpoint(args: argparse.Namespace) -> int:
+    """Explains a checkpoint folder from its config and headers; no weight is read. Exit code 2 if anything is wrong."""
+    from twostroke.builder.inspection import inspect_checkpoint, render
 
-    if dense_draft_folder.holds_dense_draft(folder):
-        return dense_draft_folder.describe(folder)
-    checkpoint = Checkpoint.open(folder)
-    check_holds_target(checkpoint)
-    config = checkpoint.config
-    target = TARGETS[config.model_type]
-    method = target.detect_draft(config, checkpoint.entries)
-    checkpoint.check(target.target_tensors(config) if method == "none" else target.all_tensors(config))
-    draft_prefix = target.draft_prefix(config)
-    components: dict[str, int] = {}
-    for name, entry in checkpoint.entries.items():
-        part = "draft" if name.startswith(draft_prefix) else "experts" if ".experts." in name else "target"
-        components[part] = components.get(part, 0) + entry.nbytes
-    kinds = {kind: config.layer_kinds.count(kind) for kind in dict.fromkeys(config.layer_kinds)}
-    return {
-        "checkpoint": str(folder),
-        "model_type": config.model_type,
-        "draft": method,
-        "draft_block_size": target.drafts[method](config, None).block_size,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "layers": kinds,
-        "tensors": len(checkpoint.entries),
-        "bytes": components,
-    }
+    found = inspect_checkpoint(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
+    print(json.dumps(found, indent=1) if args.json else render(found))
+    problems = found.get("problems", [])
+    if problems:
+        count = f"{len(problems):,} problems" if len(problems) > 1 else "1 problem"
+        print(f"twostroke: {args.path} has {count}, first: {problems[0]}", file=sys.stderr)
+    return 2 if problems else 0

@@ -67,6 +67,21 @@ SIZE = (1, 1 << 24)
 DSPARK_BLOCKS = (1, 64)
 """Range of a DSpark block."""
 
+FP8_BLOCK = 128
+"""Weights per scale along both axes of an FP8 matrix."""
+FP4_GROUP = 32
+"""Weights per scale along a row of an FP4 matrix."""
+
+QUANTISATION: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    "activation_scheme": "dynamic",
+}
+"""`quantization_config` of every release. What it says of activations concerns kernels that quantise them; results are
+those of unquantised activations. Which tensors are left out of it, their dtypes say."""
+
 _Reading = TypeVar("_Reading")
 
 
@@ -74,6 +89,7 @@ class ModelConfig(Protocol):
     """What the build asks of any family's config."""
 
     model_type: ClassVar[str]
+    scale_suffix: ClassVar[str]  # X.<suffix> beside a quantised X.weight
 
     @property
     def vocab_size(self) -> int: ...
@@ -89,6 +105,9 @@ class ModelConfig(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def quantised(self) -> bool: ...
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -132,6 +151,7 @@ class DeepseekV4Config:
     """One DeepSeek-V4 target and, where the checkpoint has one, its DSpark drafter."""
 
     model_type: ClassVar[str] = "deepseek_v4"
+    scale_suffix: ClassVar[str] = "scale"
 
     vocab_size: int
     hidden_size: int
@@ -168,6 +188,7 @@ class DeepseekV4Config:
     torch_dtype: str
     num_nextn_predict_layers: int  # NextN blocks the config promises; means nothing when `dspark` is set
     dspark: DSparkConfig | None
+    quantised: bool = False  # FP8 linears and FP4 experts, as released; else floats
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -200,12 +221,16 @@ def parse_config(values: Mapping[str, Any], where: str) -> Any:
     if is_dense_draft(values):
         raise refuse_to_build(values, where, TARGETS)
     fields = Fields(values, where)
+    if "model_type" not in values and {"dim", "n_layers"} <= values.keys():
+        raise ConfigError(
+            f"{where}: it has dim and n_layers but no model_type, as the config of the publisher's own inference code, "
+            "which leaves rope and token ids to that code; put the config.json of the release in its place"
+        )
     found = fields.take("model_type")
     if not isinstance(found, str) or found not in TARGETS:
         reason = UNSUPPORTED_MODEL_TYPES.get(found) if isinstance(found, str) else None
         note = f" ({reason})" if reason else ""
         raise fields.refused("model_type", found, f"supported model types: {', '.join(TARGETS)}{note}")
-    check_unquantised(fields)
     return TARGETS[found].parse(fields)
 
 
@@ -218,7 +243,11 @@ def check_only_values(fields: Fields, only_value: Mapping[str, Any], note: Mappi
 
 
 def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
-    """The fields of a V4 config. Raises ConfigError."""
+    """The fields of a V4 config, as the releases or as transformers spell them. Raises ConfigError."""
+    from twostroke.builder.transformers_layout import in_original_fields  # here: it reads entries, which need configs
+
+    fields = Fields(in_original_fields(fields.values, fields.where), fields.where)
+    fields.take("model_type")
     check_only_values(fields, ONLY_VALUE, ONLY_NOTE)
     layers = fields.integer("num_hidden_layers", 1, 1024)
     heads = fields.integer("num_attention_heads", *SIZE)
@@ -264,20 +293,36 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
         torch_dtype=read_dtype(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
         dspark=dspark,
+        quantised=read_quantised(fields, "fp4"),
     )
     _check_relations(config, fields)
     fields.check_all_taken(HARMLESS)
     return config
 
 
-def check_unquantised(fields: Fields) -> None:
-    """Refuses the fields that announce quantised weights."""
+def read_quantised(fields: Fields, expert_dtype: str | None) -> bool:
+    """Whether the weights are FP8 in blocks as released, and the experts as `expert_dtype` says: None where the family
+    keeps them like all other weights. False without `quantization_config`."""
     found = fields.take("quantization_config", None)
-    if found is not None:
-        raise fields.refused("quantization_config", found, "quantised weights are not read yet; convert to bf16")
-    found = fields.take("expert_dtype", None)
-    if found not in (None, "bf16", "bfloat16", "fp32", "float32"):
-        raise fields.refused("expert_dtype", found, "quantised weights are not read yet; convert to bf16")
+    stated = fields.take("expert_dtype", None)
+    if found is None:
+        if stated not in (None, "bf16", "bfloat16", "fp32", "float32"):
+            raise fields.refused("expert_dtype", stated, "but there is no quantization_config; add it, or remove both")
+        return False
+    if not isinstance(found, Mapping):
+        raise fields.refused("quantization_config", found, "expected an object or null")
+    section = Fields(found, fields.where, prefix="quantization_config.")
+    for name, only in QUANTISATION.items():
+        value = section.take(name, None) if name in ("scale_fmt", "activation_scheme") else section.take(name)
+        if value not in (only, None):
+            raise section.refused(name, value, f"only {json.dumps(only)} is implemented")
+    section.take("modules_to_not_convert", None)
+    section.check_all_taken()
+    if stated != expert_dtype:
+        raise fields.refused(
+            "expert_dtype", stated, f"beside this quantization_config only {json.dumps(expert_dtype)} is implemented"
+        )
+    return True
 
 
 def read_eos(fields: Fields, vocab: int) -> tuple[int, ...]:
@@ -494,3 +539,7 @@ def _check_relations(config: DeepseekV4Config, fields: Fields) -> None:
         raise fields.refused("qk_rope_head_dim", rotary, "rotary dims come in pairs: expected an even number")
     if config.index_head_dim < rotary:
         raise fields.refused("index_head_dim", config.index_head_dim, f"must hold qk_rope_head_dim = {rotary} dims")
+    for name in ("hidden_size", "moe_intermediate_size") if config.quantised else ():
+        if getattr(config, name) % FP4_GROUP:
+            accepted = f"FP4 experts have a scale for every {FP4_GROUP} weights of a row: expected a multiple"
+            raise fields.refused(name, getattr(config, name), accepted)

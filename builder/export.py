@@ -108,8 +108,12 @@ def _declare(model: ir.Model, bindings: tuple[Binding, ...]) -> None:
     by_name = {b.name: b for b in bindings}
     for value in (*model.graph.inputs, *model.graph.outputs):
         binding = by_name[value.name or ""]
-        value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(binding.dtype)))
+        value.type = ir.TensorType(_onnx_dtype(binding.dtype))
         value.shape = ir.Shape(list(binding.shape))
+
+
+def _onnx_dtype(name: str) -> ir.DataType:
+    return ir.DataType.BFLOAT16 if name == "bfloat16" else ir.DataType.from_numpy(np.dtype(name))
 
 
 def _weights(model: ir.Model, bindings: tuple[Binding, ...]) -> tuple[Binding, ...]:

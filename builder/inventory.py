@@ -11,17 +11,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from twostroke.builder.config import CSA, SLIDING, DeepseekV4Config
+from twostroke.builder.config import CSA, FP4_GROUP, FP8_BLOCK, HCA, SLIDING, DeepseekV4Config
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 
-FP8_BLOCK = 128  # weights per scale along both axes
-FP4_GROUP = 32  # weights per scale along the row
-
 WEIGHT_DTYPES = ("BF16", "F32")
+FP8_SCALES = ("F8_E8M0", "U8", "F32")  # U8 is E8M0 bytes under another name
+FP4_SCALES = ("F8_E8M0", "U8")
 FLOAT_DTYPES = ("F32", "BF16")  # kept in F32 by a release: hyper-connections, sinks, ape, gate bias
 
 
@@ -43,34 +42,34 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtypes[0]]
 
 
-def inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def inventory(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     """Target tensors, then those of the drafter the config promises: DSpark stages, else a NextN block, else none.
 
-    `quantised` gives the release's storage: FP8 linears, packed FP4 experts and a `.scale` beside each.
+    A quantised checkpoint has FP8 linears, packed FP4 experts and a `.scale` beside each.
     """
     draft: tuple[TensorSpec, ...] = ()
     if config.dspark:
-        draft = dspark_inventory(config, quantised=quantised)
+        draft = dspark_inventory(config)
     elif config.num_nextn_predict_layers:
-        draft = nextn_inventory(config, quantised=quantised) + nextn_copies(config)
-    return target_inventory(config, quantised=quantised) + draft
+        draft = nextn_inventory(config) + nextn_copies(config)
+    return target_inventory(config) + draft
 
 
-def target_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def target_inventory(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     """Embedding, layers, final norm, final stream collapse and output head."""
-    return tuple(_target(config, quantised))
+    return tuple(_target(config))
 
 
-def dspark_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def dspark_inventory(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     """The draft stages `mtp.*`. Embedding and head are the target's. Raises ValueError without `config.dspark`."""
     if config.dspark is None:
         raise ValueError("this config has no DSpark drafter")
-    return tuple(_dspark(config, quantised))
+    return tuple(_dspark(config))
 
 
-def nextn_inventory(config: DeepseekV4Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def nextn_inventory(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     """The Preview's NextN block `mtp.0`. Embedding and head are the target's; see `nextn_copies`."""
-    return tuple(_nextn(config, quantised))
+    return tuple(_nextn(config))
 
 
 def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
@@ -82,18 +81,48 @@ def nextn_copies(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     )
 
 
-def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
+def component(config: DeepseekV4Config, name: str) -> str:
+    """What a tensor is part of, as people count a model (`spec/deepseek_v4.md` section 12)."""
+    first, *rest = name.split(".")
+    parts = {*rest}
+    if first == "mtp":
+        return "draft"
+    if first in ("embed", "head"):
+        return {"embed": "embedding", "head": "output head"}[first]
+    if any(part.startswith("hc_") for part in (first, *rest)):
+        return "hyper-connections"
+    if "experts" in parts or "shared_experts" in parts:
+        return "routed experts" if "experts" in parts else "shared experts"
+    if "gate" in parts:
+        return "hash routing tables" if "tid2eid" in parts else "router"
+    if "indexer" in parts:
+        return "indexers"
+    if "compressor" in parts:
+        return f"{_SHORT.get(_layer_type(config, rest[0]), 'unknown')} compressors"
+    return "attention" if "attn" in parts else "norms" if name.endswith("norm.weight") else "unknown"
+
+
+_SHORT = {CSA: "CSA", HCA: "HCA"}
+
+
+def _layer_type(config: DeepseekV4Config, number: str) -> str:
+    """The type of a layer of the target; nothing for a number it does not have."""
+    known = number.isdecimal() and len(number) < 5 and int(number) < config.num_hidden_layers
+    return config.layer_types[int(number)] if known else ""
+
+
+def _target(config: DeepseekV4Config) -> Iterator[TensorSpec]:
     D = config.hidden_size
     yield TensorSpec("embed.weight", (config.vocab_size, D), WEIGHT_DTYPES)
     for layer, (kind, ratio) in enumerate(zip(config.layer_types, config.compress_ratios, strict=True)):
         prefix = f"layers.{layer}."
-        yield from _block(config, prefix, quantised, hashed=layer < config.num_hash_layers)
+        yield from _block(config, prefix, hashed=layer < config.num_hash_layers)
         if kind != SLIDING:
             yield from _compressor(config, f"{prefix}attn.compressor.", ratio, config.head_dim, overlapping=kind == CSA)
         if kind == CSA:
             indexer = f"{prefix}attn.indexer."
             width = config.index_n_heads * config.index_head_dim
-            yield from _linear(f"{indexer}wq_b", width, config.q_lora_rank, quantised)
+            yield from _linear(f"{indexer}wq_b", width, config.q_lora_rank, config.quantised)
             yield TensorSpec(f"{indexer}weights_proj.weight", (config.index_n_heads, D), WEIGHT_DTYPES)
             yield from _compressor(config, f"{indexer}compressor.", ratio, config.index_head_dim, overlapping=True)
     yield TensorSpec("norm.weight", (D,), WEIGHT_DTYPES)
@@ -101,14 +130,14 @@ def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
     yield TensorSpec("head.weight", (config.vocab_size, D), WEIGHT_DTYPES)
 
 
-def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
+def _dspark(config: DeepseekV4Config) -> Iterator[TensorSpec]:
     dspark, D, V = config.dspark, config.hidden_size, config.vocab_size
     assert dspark is not None
     last = f"mtp.{dspark.stages - 1}."
-    yield from _linear("mtp.0.main_proj", D, dspark.stages * D, quantised)
+    yield from _linear("mtp.0.main_proj", D, dspark.stages * D, config.quantised)
     yield TensorSpec("mtp.0.main_norm.weight", (D,), WEIGHT_DTYPES)
     for stage in range(dspark.stages):
-        yield from _block(config, f"mtp.{stage}.", quantised, hashed=False)
+        yield from _block(config, f"mtp.{stage}.", hashed=False)
     yield TensorSpec(f"{last}norm.weight", (D,), WEIGHT_DTYPES)
     yield from _hc_head(config, last)
     head, rank = f"{last}markov_head.", dspark.markov_rank
@@ -132,17 +161,17 @@ def markov_head_tensors(
         yield TensorSpec(f"{prefix}joint_proj.bias", (3 * rank,), WEIGHT_DTYPES)
 
 
-def _nextn(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
+def _nextn(config: DeepseekV4Config) -> Iterator[TensorSpec]:
     D = config.hidden_size
     for name in ("enorm", "hnorm", "norm"):
         yield TensorSpec(f"mtp.0.{name}.weight", (D,), WEIGHT_DTYPES)
     for name in ("e_proj", "h_proj"):
-        yield from _linear(f"mtp.0.{name}", D, D, quantised)
-    yield from _block(config, "mtp.0.", quantised, hashed=False)
+        yield from _linear(f"mtp.0.{name}", D, D, config.quantised)
+    yield from _block(config, "mtp.0.", hashed=False)
     yield from _hc_head(config, "mtp.0.")
 
 
-def _block(config: DeepseekV4Config, prefix: str, quantised: bool, hashed: bool) -> Iterator[TensorSpec]:
+def _block(config: DeepseekV4Config, prefix: str, hashed: bool) -> Iterator[TensorSpec]:
     """What every layer and every draft stage has: two hyper-connections, attention without compressor, experts."""
     D, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     streams = config.hc_mult
@@ -156,11 +185,11 @@ def _block(config: DeepseekV4Config, prefix: str, quantised: bool, hashed: bool)
     yield TensorSpec(f"{attn}attn_sink", (heads,), FLOAT_DTYPES)
     yield TensorSpec(f"{attn}q_norm.weight", (config.q_lora_rank,), WEIGHT_DTYPES)
     yield TensorSpec(f"{attn}kv_norm.weight", (head_dim,), WEIGHT_DTYPES)
-    yield from _linear(f"{attn}wq_a", config.q_lora_rank, D, quantised)
-    yield from _linear(f"{attn}wq_b", heads * head_dim, config.q_lora_rank, quantised)
-    yield from _linear(f"{attn}wkv", head_dim, D, quantised)
-    yield from _linear(f"{attn}wo_a", grouped, heads // config.o_groups * head_dim, quantised)
-    yield from _linear(f"{attn}wo_b", D, grouped, quantised)
+    yield from _linear(f"{attn}wq_a", config.q_lora_rank, D, config.quantised)
+    yield from _linear(f"{attn}wq_b", heads * head_dim, config.q_lora_rank, config.quantised)
+    yield from _linear(f"{attn}wkv", head_dim, D, config.quantised)
+    yield from _linear(f"{attn}wo_a", grouped, heads // config.o_groups * head_dim, config.quantised)
+    yield from _linear(f"{attn}wo_b", D, grouped, config.quantised)
     ffn, experts, width = f"{prefix}ffn.", config.n_routed_experts, config.moe_intermediate_size
     yield TensorSpec(f"{ffn}gate.weight", (experts, D), WEIGHT_DTYPES)
     if hashed:
@@ -169,9 +198,9 @@ def _block(config: DeepseekV4Config, prefix: str, quantised: bool, hashed: bool)
         yield TensorSpec(f"{ffn}gate.bias", (experts,), FLOAT_DTYPES)
     for expert in range(experts):
         for name, shape in (("w1", (width, D)), ("w2", (D, width)), ("w3", (width, D))):
-            yield from _expert(f"{ffn}experts.{expert}.{name}", *shape, quantised)
+            yield from _expert(f"{ffn}experts.{expert}.{name}", *shape, config.quantised)
     for name, shape in (("w1", (width, D)), ("w2", (D, width)), ("w3", (width, D))):
-        yield from _linear(f"{ffn}shared_experts.{name}", *shape, quantised)
+        yield from _linear(f"{ffn}shared_experts.{name}", *shape, config.quantised)
 
 
 def _compressor(
@@ -198,7 +227,7 @@ def _linear(name: str, rows: int, columns: int, quantised: bool) -> Iterator[Ten
         yield TensorSpec(f"{name}.weight", (rows, columns), WEIGHT_DTYPES)
         return
     yield TensorSpec(f"{name}.weight", (rows, columns), ("F8_E4M3",))
-    yield TensorSpec(f"{name}.scale", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), ("F8_E8M0",))
+    yield TensorSpec(f"{name}.scale", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), FP8_SCALES)
 
 
 def _expert(name: str, rows: int, columns: int, quantised: bool) -> Iterator[TensorSpec]:
@@ -206,4 +235,4 @@ def _expert(name: str, rows: int, columns: int, quantised: bool) -> Iterator[Ten
         yield TensorSpec(f"{name}.weight", (rows, columns), WEIGHT_DTYPES)
         return
     yield TensorSpec(f"{name}.weight", (rows, columns // 2), ("I8",))  # two FP4 values per byte
-    yield TensorSpec(f"{name}.scale", (rows, columns // FP4_GROUP), ("F8_E8M0",))
+    yield TensorSpec(f"{name}.scale", (rows, columns // FP4_GROUP), FP4_SCALES)

@@ -27,11 +27,12 @@ class Buffer:
     owner: Any
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Buffer:
-        """A CPU buffer over a C-contiguous array, which stays the caller's."""
+    def of(cls, array: np.ndarray, dtype: str | None = None) -> Buffer:
+        """A CPU buffer over a C-contiguous array, which stays the caller's. `dtype` where numpy has none of that name:
+        bfloat16, in an array of uint16."""
         if not array.flags.c_contiguous:
             raise ValueError("a buffer needs a contiguous array")
-        return cls(array.ctypes.data, array.dtype.name, array.shape, "cpu", array)
+        return cls(array.ctypes.data, dtype or array.dtype.name, array.shape, "cpu", array)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.owner.__dlpack__(**options)

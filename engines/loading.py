@@ -158,12 +158,12 @@ def map_weights(folder: Path, index: WeightsIndex) -> dict[str, Buffer]:
             if not path.is_file():
                 raise EngineError(f"{folder / WEIGHTS_FILE}: weight {name} is in {record.file}, which is missing")
             files[record.file] = np.memmap(path, np.uint8, mode="r")
-        weights[name] = Buffer.of(_view(path, files[record.file], name, record))
+        weights[name] = Buffer.of(_view(path, files[record.file], name, record), record.dtype)
     return weights
 
 
 def _view(path: Path, data: np.ndarray, name: str, record: WeightRecord) -> np.ndarray:
-    dtype = np.dtype(record.dtype)
+    dtype = np.dtype(np.uint16 if record.dtype == "bfloat16" else record.dtype)
     expected = int(np.prod(record.shape, dtype=np.int64)) * dtype.itemsize
     if record.bytes != expected or record.offset < 0 or record.offset + record.bytes > data.size:
         raise EngineError(

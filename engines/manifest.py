@@ -6,7 +6,7 @@ type or a missing field is an error that names its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ WEIGHTS_FILE = "weights.index.json"
 SCRATCH_SLOT = 0
 SCRATCH_PAGE = 0
 DEFAULT_MAX_BATCH_SIZE = 8
+DEFAULT_MAX_SEQ_LEN = 8192
 
 
 class Binding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +86,22 @@ class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.total_rows(slots, pages) // (self.rows if self.planes else 1), self.line
 
 
+def bytes_per_token(tensors: Iterable[StateTensor], tokens_per_page: int) -> float:
+    """Bytes of paged memory that each token of a request takes."""
+    return sum(tensor.bytes_for(0, 1) for tensor in tensors if tensor.addressing == "paged") / tokens_per_page
+
+
+def bytes_per_slot(tensors: Iterable[StateTensor]) -> int:
+    """Bytes that each request takes beside its pages."""
+    return sum(tensor.bytes_for(1, 0) for tensor in tensors if tensor.addressing != "paged")
+
+
+def state_bytes(tensors: Iterable[StateTensor], requests: int, seq_len: int, tokens_per_page: int) -> int:
+    """Bytes of all memory for `requests` requests of `seq_len` tokens, scratch slot and scratch page included."""
+    pages = requests * -(-seq_len // tokens_per_page) + 1
+    return sum(tensor.bytes_for(requests + 1, pages) for tensor in tensors)
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One compiled step: which engine, which files, and every binding."""
 
@@ -137,6 +154,15 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class SelfCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the build compared the engine with its network: on what and with which largest relative error, or why
+    not."""
+
+    done: bool
+    what: str
+    error: float = 0.0
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`config.json` of an engine directory."""
 
@@ -148,6 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: dict[str, Step]
     state: tuple[StateTensor, ...]
     files: dict[str, FileRecord]
+    self_check: SelfCheck = SelfCheck(False, "not asked for")
 
 
 class WeightRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,6 +26,9 @@ def versions() -> dict[str, str]:
     return {"onnxruntime": ort.__version__}
 
 
+BFLOAT16 = 16  # of the ONNX tensor types
+
+
 class OnnxRuntimeCompiler:
     """Loads `*.portable.onnx`; there is nothing to compile ahead of time."""
 
@@ -88,7 +91,7 @@ class OnnxRuntimeEngine:
                         f"step {step.name}: weight {name} has shape {weights[name].shape} in the weights index, "
                         f"{binding.shape} in the graph; rebuild the engine"
                     )
-                self._weights[name] = ort.OrtValue.ortvalue_from_numpy(weights[name].owner)
+                self._weights[name] = _value(weights[name])
 
     @property
     def bindings(self) -> Mapping[str, Binding]:
@@ -128,6 +131,13 @@ class OnnxRuntimeStep:
     def enqueue(self, stream: int = 0) -> None:
         """Runs the step on the calling thread."""
         self._session.run_with_iobinding(self._binding)
+
+
+def _value(buffer: Buffer) -> ort.OrtValue:
+    """The buffer's own memory as ONNX Runtime takes it."""
+    if buffer.dtype == "bfloat16":
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(buffer.owner, BFLOAT16)
+    return ort.OrtValue.ortvalue_from_numpy(buffer.owner)
 
 
 def _check(step: str, binding: Binding, buffer: Buffer) -> None:

@@ -11,7 +11,10 @@ from twostroke.plugins.markov_head import torch_op as markov_head
 from twostroke.plugins.moe import torch_op as moe
 from twostroke.plugins.nsa import torch_op as nsa
 from twostroke.plugins.op import Op
+from twostroke.plugins.quantised import torch_op as quantised
 
 CATALOGUE: Mapping[str, Op] = {
-    op.name: op for folder in (all_reduce, compressor, hyper_connection, markov_head, moe, nsa) for op in folder.OPS
+    op.name: op
+    for folder in (all_reduce, compressor, hyper_connection, markov_head, moe, nsa, quantised)
+    for op in folder.OPS
 }

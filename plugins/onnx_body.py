@@ -1,7 +1,8 @@
 """Ops in ONNX: an opaque node in domain `twostroke` for engines with plugins, a plain-ONNX body for all others.
 
-A body is the op's reference exported on its own, so graph and reference are one piece of maths. Attribute values are
-constants of a body: there is one body per op, attribute set and input signature.
+A body is the op's reference exported on its own, so graph and reference are one piece of maths; where a reference loops
+over what it finds in its inputs, `plugins/<op>/onnx.py` puts the loop around an exported part of it. Attribute values
+are constants of a body: there is one body per op, attribute set and input signature.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import onnx_ir as ir
 import onnxscript
 import onnxscript.optimizer
 import torch
+import torch.onnx._internal._lazy_import
 from torch.export import Dim
 
 from twostroke.plugins.catalogue import CATALOGUE
+from twostroke.plugins.moe import onnx as moe
 from twostroke.plugins.op import NAMESPACE, Op
 
 OPSET = 18
@@ -69,9 +72,19 @@ def _floor_divide(dividend: Any, divisor: Any) -> Any:
 @cache
 def translation_table() -> Mapping[Any, Callable[..., Any]]:
     """What the ONNX exporter needs to know of our ops."""
+    _read_torchlib_once()
     table: dict[Any, Callable[..., Any]] = {op.overload: _node_builder(op) for op in CATALOGUE.values()}
     table[torch.ops.aten.floor_divide.default] = _floor_divide
     return table
+
+
+def _read_torchlib_once() -> None:
+    """The exporter parses its whole library of operators anew for every graph, a third of an export's time. Where a
+    version of torch keeps it elsewhere, exports are slower and nothing else."""
+    apis = getattr(torch.onnx._internal._lazy_import, "onnxscript_apis", None)
+    read = getattr(apis, "get_torchlib_ops", None)
+    if read is not None:
+        apis.get_torchlib_ops = cache(read)  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -120,20 +133,27 @@ def to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
     return model
 
 
-class _Reference(torch.nn.Module):
-    def __init__(self, op: Op, attributes: Sequence[Any]) -> None:
+class _Function(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any], attributes: Sequence[Any]) -> None:
         super().__init__()
-        self.op, self.attributes = op, tuple(attributes)
+        self.function, self.attributes = function, tuple(attributes)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.op.reference(*tensors, *self.attributes)
+        return self.function(*tensors, *self.attributes)
 
 
 _Signature = tuple[tuple[str, tuple[int | str, ...]], ...]
+_LOOPS = {**moe.LOOPS}
 
 
 @cache
 def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.Model:
+    if name in _LOOPS:
+        return _LOOPS[name](_exported, attributes, signature)
+    return _exported(CATALOGUE[name].reference, attributes, signature)
+
+
+def _exported(function: Callable[..., Any], attributes: tuple[Any, ...], signature: _Signature) -> ir.Model:
     dims_by_name: dict[str, Any] = {}
     sizes: dict[str, int] = {}
 
@@ -152,7 +172,7 @@ def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.M
         concrete = [dims[axis][1] if isinstance(d, str) else d for axis, d in enumerate(shape)]
         arguments.append(torch.zeros(concrete, dtype=getattr(torch, dtype)))
         dynamic.append({axis: dim for axis, (dim, _) in dims.items()})
-    module = _Reference(CATALOGUE[name], attributes)
+    module = _Function(function, attributes)
     with quiet():
         program = torch.export.export(module, tuple(arguments), dynamic_shapes=(tuple(dynamic),))
     return to_onnx(program)
@@ -161,14 +181,15 @@ def _body(name: str, attributes: tuple[Any, ...], signature: _Signature) -> ir.M
 _MULTIPLE = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)")
 
 
-def _signature(node: ir.Node) -> _Signature:
+def _signature(node: ir.Node, any_size: bool) -> _Signature:
     """dtypes and shapes of a node's inputs, with dynamic dimensions renamed in order of appearance so that layers of
-    one kind share a body. A dimension that is more than a multiple of a name counts as a name of its own."""
+    one kind share a body. A dimension that is more than a multiple of a name counts as a name of its own, and with
+    `any_size` so does a number."""
     renamed: dict[str, str] = {}
 
     def canonical(dim: Any) -> int | str:
         if isinstance(dim, int):
-            return dim
+            return renamed.setdefault(str(dim), f"d{len(renamed)}") if any_size else dim
         text = str(dim.value if hasattr(dim, "value") else dim)
         multiple = _MULTIPLE.fullmatch(text)
         factor, name = multiple.groups() if multiple else (None, text)
@@ -192,7 +213,7 @@ def _dtype(dtype: ir.DataType) -> str:
 def _function(node: ir.Node, op: Op) -> ir.Function:
     hints = typing.get_type_hints(op.reference)
     attributes = tuple(hints[name](node.attributes[name].value) for name in op.attributes)
-    signature = _signature(node)
+    signature = _signature(node, op.any_size)
     model = ir.serde.deserialize_model(ir.serde.serialize_model(_body(op.name, attributes, signature)))
     for value in list(model.graph.initializers.values()):
         constant = ir.Node(
@@ -220,10 +241,16 @@ def inline_bodies(model: ir.Model) -> ir.Model:
     inlined = ir.passes.common.InlinePass()(model).model
     inlined.functions.clear()
     # Bodies name their dimensions each for itself; engines take equal names for equal sizes and share buffers by them.
+    # Inlining leaves a subgraph's inputs as the body named them.
     kept = set(inlined.graph.outputs)
-    for node in inlined.graph:
+    for node in ir.traversal.RecursiveGraphIterator(inlined.graph):
         for value in node.outputs:
             if value not in kept:
                 value.shape = None
+        for graph in (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH):
+            for value in graph.inputs:
+                value.name = f"{node.name}/{value.name}"
+                if value.shape is not None and not value.shape.is_static():
+                    value.shape = None
     inlined.opset_imports.pop(NAMESPACE, None)
     return inlined

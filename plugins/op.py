@@ -20,11 +20,13 @@ NAMESPACE = "twostroke"
 
 @dataclass(frozen=True)
 class Op:
-    """`shapes(*args)` returns empty tensors of the result's shapes; it is what tracing sees instead of the maths."""
+    """`shapes(*args)` returns empty tensors of the result's shapes; it is what tracing sees instead of the maths.
+    `any_size`: one ONNX body serves inputs of every size, where there would be one for each."""
 
     name: str
     reference: Callable[..., Any]
     shapes: Callable[..., Any]
+    any_size: bool = False
     tensors: tuple[str, ...] = field(init=False)
     attributes: tuple[str, ...] = field(init=False)
 

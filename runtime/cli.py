@@ -131,11 +131,13 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `twostroke inspect`."""
     parser.add_argument("path", metavar="PATH", type=Path, help="engine directory, or a checkpoint folder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--batch-size", metavar="B", type=int, help="requests at once that memory is reckoned for")
+    parser.add_argument("--seq-len", metavar="L", type=int, help="tokens of each of them, prompt and answer")
 
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Explains an engine directory."""
-    report = inspect_engine(args.path)
+    report = inspect_engine(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
     print(json.dumps(report, indent=1) if args.json else render(report))
     return 0
 

@@ -5,23 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 
-from twostroke.engines.manifest import Manifest, StateTensor, Step, read_manifest, read_weights_index
-from twostroke.runtime.runtime_config import Limits
+from twostroke.engines.manifest import (
+    Manifest,
+    StateTensor,
+    Step,
+    bytes_per_slot,
+    bytes_per_token,
+    read_manifest,
+    read_weights_index,
+    state_bytes,
+)
+from twostroke.runtime.runtime_config import Limits, RuntimeConfig
 
 # Parts of a draft that a checkpoint may lack or a loader may miss, by the word their weights carry.
 HEADS = ("markov_head", "confidence_head")
 
 
-def inspect_engine(folder: Path) -> dict[str, Any]:
-    """Everything `twostroke inspect` tells, ready to be written as JSON. EngineError if it is no engine directory."""
+def inspect_engine(folder: Path, *, batch_size: int | None = None, seq_len: int | None = None) -> dict[str, Any]:
+    """Everything `twostroke inspect` tells, ready to be written as JSON. EngineError if it is no engine directory.
+
+    Memory is that of `batch_size` requests of `seq_len` tokens, by default the engine's own limits; ConfigError for
+    what the engine cannot honour."""
     manifest = read_manifest(folder)
     index = read_weights_index(folder)
     config = manifest.pretrained_config
     build = manifest.build_config
     inside = sum(record.bytes for record in index.weights.values() if not Path(record.file).is_absolute())
     total = sum(record.bytes for record in index.weights.values())
+    limits = RuntimeConfig(max_batch_size=batch_size, max_seq_len=seq_len).limits(manifest)
+    state = state_bytes(manifest.state, limits.max_batch_size, limits.max_seq_len, build.tokens_per_page)
     return {
         "path": str(folder),
         "schema": manifest.schema,
@@ -63,6 +77,14 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
             "bytes_in_checkpoint": total - inside,
             "shards": sorted(index.shards),
         },
+        "memory": {
+            "batch_size": limits.max_batch_size,
+            "seq_len": limits.max_seq_len,
+            "weights": total,
+            "state": state,
+            "total": total + state,
+        },
+        "self_check": msgspec.to_builtins(manifest.self_check),
         "files": {name: record.bytes for name, record in manifest.files.items()},
     }
 
@@ -107,6 +129,7 @@ def render(report: dict[str, Any]) -> str:
     """The report as lines for a person."""
     model, limits, speculation = report["model"], report["limits"], report["speculation"]
     state, weights, attention = report["state"], report["weights"], report["attention"]
+    memory = report["memory"]
     forced = f", a forced block: trained for {speculation['trained_length']}" if speculation["trained_length"] else ""
     lines = [
         f"{report['path']}: engine directory, schema {report['schema']}, built by twostroke "
@@ -139,7 +162,16 @@ def render(report: dict[str, Any]) -> str:
         ),
         f"weights      {weights['bindings']} bindings, {weights['bytes']} bytes, "
         f"{weights['bytes_in_directory']} of them in the directory",
+        f"memory       {memory['total']} bytes for {memory['batch_size']} requests of {memory['seq_len']} tokens: "
+        f"weights {memory['weights']}, state {memory['state']}",
     ]
+    check = report["self_check"]
+    if check["done"]:
+        lines.append(
+            f"checked      against its network when built: {check['what']}, largest error {check['error']:.0e}"
+        )
+    else:
+        lines.append(f"not checked  against its network when built: {check['what']}")
     lines += [f"shard        {shard}" for shard in weights["shards"]]
     lines += [f"file         {name}, {size} bytes" for name, size in report["files"].items()]
     return "\n".join(lines)
@@ -164,21 +196,16 @@ def _step(step: Step) -> dict[str, Any]:
 
 def _state(tensors: tuple[StateTensor, ...], tokens_per_page: int) -> dict[str, Any]:
     paged = [tensor for tensor in tensors if tensor.addressing == "paged"]
-    fixed = [tensor for tensor in tensors if tensor.addressing != "paged"]
     return {
         "tensors": len(tensors),
-        "bytes_per_token": sum(_row_bytes(tensor) * tensor.rows for tensor in paged) / tokens_per_page,
-        "bytes_per_slot": sum(_row_bytes(tensor) * tensor.rows for tensor in fixed),
+        "bytes_per_token": bytes_per_token(tensors, tokens_per_page),
+        "bytes_per_slot": bytes_per_slot(tensors),
         "packed": {
             tensor.layout: {
                 "tensors": sum(other.layout == tensor.layout for other in paged),
-                "bytes_per_token": _row_bytes(tensor) * tensor.rows / tokens_per_page,
+                "bytes_per_token": bytes_per_token((tensor,), tokens_per_page),
             }
             for tensor in paged
             if tensor.planes
         },
     }
-
-
-def _row_bytes(tensor: StateTensor) -> int:
-    return tensor.width * np.dtype(tensor.dtype).itemsize

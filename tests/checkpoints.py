@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,22 @@ F4_PLAIN: Mapping[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 
-# The numbers of the 0731 release, without its quantisation fields. For counting only: nobody writes 284 B weights.
+# What a release's config says of its quantised weights.
+FP8_BLOCKS: Mapping[str, Any] = {
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }
+}
+
+# The numbers of the 0731 release. For counting only: nobody writes 284 B weights.
 FLASH_0731: Mapping[str, Any] = {
     **F4,
+    **FP8_BLOCKS,
+    "expert_dtype": "fp4",
     "torch_dtype": "bfloat16",
     "vocab_size": 129280,
     "hidden_size": 4096,
@@ -137,6 +151,19 @@ FLASH_0731: Mapping[str, Any] = {
     "dspark_markov_rank": 256,
 }
 
+
+# F4 as released, in widths that cut blocks: FP8 linears, packed FP4 experts.
+F4_FP8: Mapping[str, Any] = {
+    **F4,
+    **FP8_BLOCKS,
+    "torch_dtype": "bfloat16",
+    "expert_dtype": "fp4",
+    "hidden_size": 160,
+    "q_lora_rank": 144,
+    "num_attention_heads": 6,
+    "o_lora_rank": 80,
+    "moe_intermediate_size": 96,
+}
 
 # V3.2: a dense layer and two of experts, an MTP layer; index_topk and, with pages of 4 tokens, pages are crossed early.
 T32: Mapping[str, Any] = {
@@ -192,9 +219,21 @@ T32: Mapping[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 
-# The numbers of the V3.2 release, without its quantisation fields. For counting only.
+# T32 as released, in widths that cut blocks: every matrix of a layer FP8.
+T32_FP8: Mapping[str, Any] = {
+    **T32,
+    **FP8_BLOCKS,
+    "torch_dtype": "bfloat16",
+    "hidden_size": 160,
+    "q_lora_rank": 144,
+    "intermediate_size": 200,
+    "moe_intermediate_size": 136,
+}
+
+# The numbers of the V3.2 release. For counting only.
 RELEASE_V32: Mapping[str, Any] = {
     **T32,
+    **FP8_BLOCKS,
     "torch_dtype": "bfloat16",
     "vocab_size": 129280,
     "hidden_size": 7168,
@@ -240,11 +279,13 @@ def write_checkpoint(
     """Write config.json and random weights (logits of about `scale`) in `shards` files, and return the folder.
 
     `dtype` is float32 (everything) or bfloat16 (as released: weights BF16; hyper-connections, sinks, ape and gate bias
-    F32). One shard gives a lone model.safetensors without an index. `edit` may change the tensors before they are
-    written.
+    F32); a quantised config gets its codes and scales whatever it is. One shard gives a lone model.safetensors without
+    an index. `edit` may change the tensors before they are written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if "quantization_config" in config:
+        dtype = "bfloat16"
     values = with_overrides({**config, "torch_dtype": dtype}, **overrides)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     tensors = random_weights(parse_config(values, "config.json"), seed=seed, dtype=dtype, scale=scale)
@@ -275,6 +316,8 @@ def random_weights(
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the inventory; a draft's embedding and head are copies of the target's, as released. A tensor's
     values depend on seed, name and shape only, so that a changed config keeps all weights it does not reshape."""
+    if config.quantised:
+        return quantised_weights(config, seed=seed, scale=scale)
     weights = {}
     for spec in TARGETS[config.model_type].all_tensors(config):
         if spec.copy_of is not None:
@@ -285,6 +328,51 @@ def random_weights(
             values = values.to(torch.bfloat16 if dtype == "bfloat16" and spec.dtypes[0] == "BF16" else torch.float32)
         weights[spec.name] = values
     return weights
+
+
+def quantised_weights(config: Any, *, seed: int = 0, scale: float = 3.0) -> dict[str, torch.Tensor]:
+    """The random weights of the same config without quantisation, codes and scales in place of those that a release
+    quantises. V4's scales are powers of two, V3.2's are not."""
+    plain = random_weights(replace(config, quantised=False), seed=seed, dtype="bfloat16", scale=scale)
+    weights: dict[str, torch.Tensor] = {}
+    for spec in TARGETS[config.model_type].all_tensors(config):
+        kind = spec.dtypes[0]
+        if kind in ("F8_E4M3", "I8"):
+            scaled = _fp8 if kind == "F8_E4M3" else _fp4
+            stem = spec.name.removesuffix(".weight")
+            name = "scale" if config.model_type == "deepseek_v4" else "weight_scale_inv"
+            codes, scales = scaled(plain[spec.name].float(), power_of_two=name == "scale")
+            weights[spec.name], weights[f"{stem}.{name}"] = codes, scales
+        elif spec.name not in weights:
+            weights[spec.name] = plain[spec.name]
+    return weights
+
+
+def _fp8(values: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes and a scale for each block of 128 x 128."""
+    rows, columns = (-(-size // 128) for size in values.shape)
+    scales = torch.zeros(rows, columns)
+    codes = torch.zeros(values.shape, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scales[i, j] = values[block].abs().max() / 448
+            if power_of_two:
+                scales[i, j] = 2.0 ** math.ceil(math.log2(scales[i, j]))
+            codes[block] = (values[block] / scales[i, j]).to(torch.float8_e4m3fn)
+    return codes, scales.to(torch.float8_e8m0fnu) if power_of_two else scales
+
+
+FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _fp4(values: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two e2m1 codes a byte, the even column in the low half, and a scale for every 32 of a row."""
+    groups = values.reshape(values.shape[0], -1, 32)
+    scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(dim=2) / 6)))
+    size = (groups / scales[..., None]).reshape(values.shape)
+    code = (size.abs()[..., None] - FP4_VALUES).abs().argmin(dim=-1) + 8 * (size < 0)
+    return (code[:, ::2] + 16 * code[:, 1::2]).to(torch.uint8).view(torch.int8), scales.to(torch.float8_e8m0fnu)
 
 
 def _values(spec: TensorSpec, config: Any, seed: int, scale: float) -> np.ndarray:

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from twostroke.builder.networks.deepseek_v32_checkpoint import FP8_INDEX_KEYS, DeepseekV32Config
 from twostroke.builder.networks.layers import (
+    ExpertBank,
     LayerNorm,
     Linear,
     RMSNorm,
     Rotation,
     StepSpec,
     rope_frequencies,
+    routed_experts,
     step_input,
     step_output,
     weight,
@@ -36,7 +38,7 @@ from twostroke.builder.networks.layers import (
 from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.all_reduce.torch_op import ALL_REDUCE
 from twostroke.plugins.moe.reference import swiglu
-from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_ROUTE_GROUPED
+from twostroke.plugins.moe.torch_op import MOE_ROUTE_GROUPED
 from twostroke.plugins.nsa.index_keys import SCALE_BYTES, hadamard, page_layout
 from twostroke.plugins.nsa.torch_op import NSA_MLA, NSA_MLA_FP8_INDEX
 
@@ -135,7 +137,7 @@ class LatentAttention(nn.Module):
     def absorbed(self) -> tuple[Tensor, Tensor]:
         """W_UK [heads, nope, L] and W_UV [heads, v, L] out of kv_b_proj, which holds both for each head."""
         nope, v = self.config.qk_nope_head_dim, self.config.v_head_dim
-        both = self.kv_b_proj.weight.reshape(self.config.num_attention_heads, nope + v, -1)
+        both = self.kv_b_proj.matrix().reshape(self.config.num_attention_heads, nope + v, -1)
         return both[:, :nope], both[:, nope:]
 
     def queries(self, latent: Tensor, up_keys: Tensor, turn: Rotation) -> Tensor:
@@ -202,9 +204,9 @@ class Experts(nn.Module):
     def __init__(self, config: DeepseekV32Config) -> None:
         super().__init__()
         experts, inner, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        self.gate_proj = weight(experts, inner, hidden)
-        self.up_proj = weight(experts, inner, hidden)
-        self.down_proj = weight(experts, hidden, inner)
+        self.gate_proj = ExpertBank(experts, hidden, inner)
+        self.up_proj = ExpertBank(experts, hidden, inner)
+        self.down_proj = ExpertBank(experts, inner, hidden)
 
 
 class Gate(nn.Module):
@@ -242,7 +244,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.gate(x)
         bank = self.experts
-        routed = MOE_EXPERTS.overload(x, ids, weights, bank.gate_proj, bank.down_proj, bank.up_proj, math.inf)
+        routed = routed_experts(x, ids, weights, bank.gate_proj, bank.down_proj, bank.up_proj, math.inf)
         return ALL_REDUCE.overload(routed + self.shared_experts(x))
 
 
@@ -311,7 +313,7 @@ class DeepseekV32(nn.Module):
         network reads per token.
         """
         flat = Flat.of(self.config, self.frequencies, positions.long(), slots.long(), page_table.long())
-        x = self.model.embed_tokens.weight[token_ids.long()]
+        x = self.model.embed_tokens.rows(token_ids.long())
         after: list[Tensor] = []
         for layer, spec in zip(self.model.layers, self.layer_state, strict=True):
             x, new = layer(x, flat, state[len(after) : len(after) + len(spec)])

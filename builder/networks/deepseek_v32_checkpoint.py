@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from twostroke.builder import config as shared
-from twostroke.builder.config import SIZE, RopeScaling
+from twostroke.builder.config import FP8_BLOCK, SIZE, RopeScaling
 from twostroke.builder.draft_detection import check_requested
-from twostroke.builder.inventory import FLOAT_DTYPES, FP8_BLOCK, WEIGHT_DTYPES, TensorSpec
+from twostroke.builder.inventory import FLOAT_DTYPES, FP8_SCALES, WEIGHT_DTYPES, TensorSpec
 from twostroke.builder.strict_json import Fields, shown_list
 from twostroke.engines.errors import BuildError, CheckpointError, ConfigError
 
@@ -52,6 +52,7 @@ class DeepseekV32Config:
     """One DeepSeek-V3.2 target. Its MTP layers, where the checkpoint has them, are the layers after the last."""
 
     model_type: ClassVar[str] = "deepseek_v32"
+    scale_suffix: ClassVar[str] = "weight_scale_inv"
 
     vocab_size: int
     hidden_size: int
@@ -82,6 +83,7 @@ class DeepseekV32Config:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
     num_nextn_predict_layers: int
+    quantised: bool = False  # FP8 matrices, as released; else floats
     index_key_dtype: str = "float32"  # a choice of the build, not of the checkpoint
 
     @property
@@ -150,6 +152,7 @@ def parse_config(fields: Fields) -> DeepseekV32Config:
         eos_token_ids=shared.read_eos(fields, vocab),
         torch_dtype=shared.read_dtype(fields),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
+        quantised=shared.read_quantised(fields, None),
     )
     _check_relations(config, fields)
     fields.check_all_taken(HARMLESS)
@@ -193,15 +196,15 @@ def with_fp8_index_keys(config: DeepseekV32Config) -> DeepseekV32Config:
     return replace(config, index_key_dtype=FP8_INDEX_KEYS)
 
 
-def target_tensors(config: DeepseekV32Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
-    """Every tensor of the target. `quantised` gives the release's storage: FP8 linears, `.weight_scale_inv` beside each
-    (`spec/deepseek_v32.md` section 11)."""
-    return tuple(_target(config, quantised))
+def target_tensors(config: DeepseekV32Config) -> tuple[TensorSpec, ...]:
+    """Every tensor of the target; in a quantised checkpoint every matrix of a layer is FP8 with a `.weight_scale_inv`
+    beside it (`spec/deepseek_v32.md` section 11)."""
+    return tuple(_target(config))
 
 
-def all_tensors(config: DeepseekV32Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:
+def all_tensors(config: DeepseekV32Config) -> tuple[TensorSpec, ...]:
     """Target tensors, then those of the MTP layers the config promises (section 8.1)."""
-    return (*_target(config, quantised), *_mtp(config, quantised))
+    return (*_target(config), *_mtp(config))
 
 
 def draft_prefix(config: DeepseekV32Config) -> str:
@@ -209,16 +212,34 @@ def draft_prefix(config: DeepseekV32Config) -> str:
     return f"model.layers.{config.num_hidden_layers}."
 
 
-def _target(config: DeepseekV32Config, quantised: bool) -> Iterator[TensorSpec]:
+def component(config: DeepseekV32Config, name: str) -> str:
+    """What a tensor is part of, as people count a model (`spec/deepseek_v32.md` section 11.1)."""
+    parts, number = {*name.split(".")}, _layer_number(name)
+    if number is not None and number >= config.num_hidden_layers:
+        return "draft"
+    if "embed_tokens" in parts or "lm_head" in parts:
+        return "embedding" if "embed_tokens" in parts else "output head"
+    if "indexer" in parts:
+        return "indexers"
+    if "self_attn" in parts:
+        return "attention"
+    if "experts" in parts or "shared_experts" in parts:
+        return "routed experts" if "experts" in parts else "shared experts"
+    if "mlp" in parts:
+        return "router" if "gate" in parts else "dense layers"
+    return "norms" if name.endswith("norm.weight") else "unknown"
+
+
+def _target(config: DeepseekV32Config) -> Iterator[TensorSpec]:
     whole = (config.vocab_size, config.hidden_size)
     yield TensorSpec("model.embed_tokens.weight", whole, WEIGHT_DTYPES)
     for layer in range(config.num_hidden_layers):
-        yield from _layer(config, f"model.layers.{layer}.", quantised, dense=layer < config.first_k_dense_replace)
+        yield from _layer(config, f"model.layers.{layer}.", dense=layer < config.first_k_dense_replace)
     yield TensorSpec("model.norm.weight", (config.hidden_size,), WEIGHT_DTYPES)
     yield TensorSpec("lm_head.weight", whole, WEIGHT_DTYPES)
 
 
-def _mtp(config: DeepseekV32Config, quantised: bool) -> Iterator[TensorSpec]:
+def _mtp(config: DeepseekV32Config) -> Iterator[TensorSpec]:
     D = config.hidden_size
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
         prefix = f"model.layers.{layer}."
@@ -228,36 +249,38 @@ def _mtp(config: DeepseekV32Config, quantised: bool) -> Iterator[TensorSpec]:
         whole = (config.vocab_size, D)
         yield TensorSpec(f"{prefix}embed_tokens.weight", whole, WEIGHT_DTYPES, "model.embed_tokens.weight")
         yield TensorSpec(f"{prefix}shared_head.head.weight", whole, WEIGHT_DTYPES, "lm_head.weight")
-        yield from _layer(config, prefix, quantised, dense=False)
+        yield from _layer(config, prefix, dense=False)
 
 
-def _layer(config: DeepseekV32Config, prefix: str, quantised: bool, dense: bool) -> Iterator[TensorSpec]:
+def _layer(config: DeepseekV32Config, prefix: str, dense: bool) -> Iterator[TensorSpec]:
     D, heads = config.hidden_size, config.num_attention_heads
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield TensorSpec(f"{prefix}{name}.weight", (D,), WEIGHT_DTYPES)
     attn, kv_width = f"{prefix}self_attn.", config.qk_nope_head_dim + config.v_head_dim
-    yield from _linear(f"{attn}q_a_proj", config.q_lora_rank, D, quantised)
+    yield from _linear(f"{attn}q_a_proj", config.q_lora_rank, D, config.quantised)
     yield TensorSpec(f"{attn}q_a_layernorm.weight", (config.q_lora_rank,), WEIGHT_DTYPES)
-    yield from _linear(f"{attn}q_b_proj", heads * config.qk_head_dim, config.q_lora_rank, quantised)
-    yield from _linear(f"{attn}kv_a_proj_with_mqa", config.kv_lora_rank + config.qk_rope_head_dim, D, quantised)
+    yield from _linear(f"{attn}q_b_proj", heads * config.qk_head_dim, config.q_lora_rank, config.quantised)
+    yield from _linear(f"{attn}kv_a_proj_with_mqa", config.kv_lora_rank + config.qk_rope_head_dim, D, config.quantised)
     yield TensorSpec(f"{attn}kv_a_layernorm.weight", (config.kv_lora_rank,), WEIGHT_DTYPES)
-    yield from _linear(f"{attn}kv_b_proj", heads * kv_width, config.kv_lora_rank, quantised)
-    yield from _linear(f"{attn}o_proj", D, heads * config.v_head_dim, quantised)
+    yield from _linear(f"{attn}kv_b_proj", heads * kv_width, config.kv_lora_rank, config.quantised)
+    yield from _linear(f"{attn}o_proj", D, heads * config.v_head_dim, config.quantised)
     indexer = f"{attn}indexer."
-    yield from _linear(f"{indexer}wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank, quantised)
-    yield from _linear(f"{indexer}wk", config.index_head_dim, D, quantised)
+    yield from _linear(
+        f"{indexer}wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank, config.quantised
+    )
+    yield from _linear(f"{indexer}wk", config.index_head_dim, D, config.quantised)
     for name in ("weight", "bias"):
         yield TensorSpec(f"{indexer}k_norm.{name}", (config.index_head_dim,), WEIGHT_DTYPES)
     yield TensorSpec(f"{indexer}weights_proj.weight", (config.index_n_heads, D), WEIGHT_DTYPES)
     mlp = f"{prefix}mlp."
     if dense:
-        yield from _mlp(mlp, D, config.intermediate_size, quantised)
+        yield from _mlp(mlp, D, config.intermediate_size, config.quantised)
         return
     yield TensorSpec(f"{mlp}gate.weight", (config.n_routed_experts, D), WEIGHT_DTYPES)
     yield TensorSpec(f"{mlp}gate.e_score_correction_bias", (config.n_routed_experts,), FLOAT_DTYPES)
     for expert in range(config.n_routed_experts):
-        yield from _mlp(f"{mlp}experts.{expert}.", D, config.moe_intermediate_size, quantised)
-    yield from _mlp(f"{mlp}shared_experts.", D, config.moe_intermediate_size, quantised)
+        yield from _mlp(f"{mlp}experts.{expert}.", D, config.moe_intermediate_size, config.quantised)
+    yield from _mlp(f"{mlp}shared_experts.", D, config.moe_intermediate_size, config.quantised)
 
 
 def _mlp(prefix: str, hidden: int, inner: int, quantised: bool) -> Iterator[TensorSpec]:
@@ -269,7 +292,9 @@ def _mlp(prefix: str, hidden: int, inner: int, quantised: bool) -> Iterator[Tens
 def _linear(name: str, rows: int, columns: int, quantised: bool) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}.weight", (rows, columns), ("F8_E4M3",) if quantised else WEIGHT_DTYPES)
     if quantised:
-        yield TensorSpec(f"{name}.weight_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), ("F32",))
+        yield TensorSpec(
+            f"{name}.weight_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)), FP8_SCALES[::-1]
+        )
 
 
 def detect_draft(

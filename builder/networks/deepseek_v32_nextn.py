@@ -84,7 +84,7 @@ class NextNChain(mtp.Chain):
         """g [N, D] and the latent and index rows with those of this step."""
         layer = self.layer
         embedding = layer if hasattr(layer, "embed_tokens") else self.model
-        token = layer.enorm(embedding.embed_tokens.weight[next_ids])
+        token = layer.enorm(embedding.embed_tokens.rows(next_ids))
         joined = layer.eh_proj(torch.cat([token, layer.hnorm(hidden)], dim=1))
         flat = Flat.of(self.config, self.frequencies, rows.positions, rows.slots, rows.page_table)
         y, state = layer(joined, flat, state)

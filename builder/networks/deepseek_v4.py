@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from twostroke.builder.config import CSA, HCA, SLIDING, DeepseekV4Config
 from twostroke.builder.networks.layers import (
+    ExpertBank,
     Linear,
     RMSNorm,
     Rotation,
     StepSpec,
     rms,
     rope_frequencies,
+    routed_experts,
     step_input,
     step_output,
     weight,
@@ -38,7 +40,7 @@ from twostroke.plugins.compressor.torch_op import COMPRESS
 from twostroke.plugins.flat_step import closing_rows
 from twostroke.plugins.hyper_connection.torch_op import HC_HEAD, HC_POST, HC_PRE
 from twostroke.plugins.moe.reference import swiglu
-from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_ROUTE, MOE_ROUTE_HASH
+from twostroke.plugins.moe.torch_op import MOE_ROUTE, MOE_ROUTE_HASH
 from twostroke.plugins.nsa.torch_op import NSA_CSA, NSA_HCA, NSA_WINDOW
 
 TOKENS_PER_PAGE = 256
@@ -110,7 +112,7 @@ class Projections(nn.Module):
         """Undoes the rotation the value rows carry, then projects group by group. o [N, heads, head_dim] -> [N, D]."""
         groups = self.config.o_groups
         grouped = turn(o, inverse=True).reshape(o.shape[0], groups, -1).transpose(0, 1)
-        down = self.wo_a.weight.reshape(groups, self.config.o_lora_rank, -1)
+        down = self.wo_a.matrix().reshape(groups, self.config.o_lora_rank, -1)
         low = torch.matmul(grouped, down.transpose(1, 2)).transpose(0, 1)
         return ALL_REDUCE.overload(self.wo_b(low.reshape(o.shape[0], -1)))
 
@@ -305,9 +307,9 @@ class Experts(nn.Module):
     def __init__(self, config: DeepseekV4Config) -> None:
         super().__init__()
         experts, inner, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        self.w1 = weight(experts, inner, hidden)
-        self.w2 = weight(experts, hidden, inner)
-        self.w3 = weight(experts, inner, hidden)
+        self.w1 = ExpertBank(experts, hidden, inner)
+        self.w2 = ExpertBank(experts, inner, hidden)
+        self.w3 = ExpertBank(experts, hidden, inner)
 
 
 class SharedExpert(nn.Module):
@@ -358,7 +360,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
         ids, weights = self.gate(x, token_ids)
         bank = self.experts
-        routed = MOE_EXPERTS.overload(x, ids, weights, bank.w1, bank.w2, bank.w3, self.limit)
+        routed = routed_experts(x, ids, weights, bank.w1, bank.w2, bank.w3, self.limit)
         return ALL_REDUCE.overload(routed + self.shared_experts(x))
 
 
@@ -469,7 +471,7 @@ class DeepseekV4(nn.Module):
         `request_slot` [R] is part of the contract for kernels that work per request; this network reads per token.
         """
         flat = self.flat(token_ids, positions, slots, row_start, page_table)
-        embedded = self.embed.weight[flat.token_ids]
+        embedded = self.embed.rows(flat.token_ids)
         streams = embedded[:, None, :].expand(-1, self.config.hc_mult, -1).contiguous()
         taps: dict[int | str, Tensor] = {}
         after: list[Tensor] = []

@@ -78,7 +78,7 @@ class NextNChain(mtp.Chain):
         config, block = self.config, self.block
         turn = Rotation.at(rows.positions, self.frequencies, config.head_dim)
         embedding = cast(Embedding, block.emb).tok_emb if hasattr(block, "emb") else self.embed
-        token = block.e_proj(block.enorm(cast(Linear, embedding).weight[next_ids]))
+        token = block.e_proj(block.enorm(cast(Linear, embedding).rows(next_ids)))
         past = block.h_proj(block.hnorm(hidden.reshape(-1, config.hc_mult, config.hidden_size)))
         flat = Rows(next_ids, rows.positions, rows.slots, rows.row_start, turn)
         streams, state = block(token[:, None, :] + past, flat, state)

@@ -29,7 +29,7 @@ class MarkovHead(nn.Module):
         self, base: Tensor, hidden: Tensor, anchor: Tensor, inverse_temperature: Tensor, noise: Tensor
     ) -> Picks:
         """base [R, G, V], hidden [R, G, D], anchor and inverse_temperature [R], noise [R, G, V]."""
-        w1, w2 = self.markov_w1.weight, self.markov_w2.weight
+        w1, w2 = self.markov_w1.matrix(), self.markov_w2.matrix()
         return MARKOV_PICKS.overload(base, anchor, w1, w2, inverse_temperature, noise)
 
 
@@ -43,9 +43,9 @@ class GatedMarkovHead(MarkovHead):
     def forward(
         self, base: Tensor, hidden: Tensor, anchor: Tensor, inverse_temperature: Tensor, noise: Tensor
     ) -> Picks:
-        w1, w2, gate = self.markov_w1.weight, self.markov_w2.weight, self.gate_proj
+        w1, w2, gate = self.markov_w1.matrix(), self.markov_w2.matrix(), self.gate_proj
         return MARKOV_PICKS_GATED.overload(
-            base, hidden, anchor, w1, w2, gate.weight, gate.bias, inverse_temperature, noise
+            base, hidden, anchor, w1, w2, gate.matrix(), gate.bias, inverse_temperature, noise
         )
 
 
@@ -59,9 +59,9 @@ class RnnMarkovHead(MarkovHead):
     def forward(
         self, base: Tensor, hidden: Tensor, anchor: Tensor, inverse_temperature: Tensor, noise: Tensor
     ) -> Picks:
-        w1, w2, joint = self.markov_w1.weight, self.markov_w2.weight, self.joint_proj
+        w1, w2, joint = self.markov_w1.matrix(), self.markov_w2.matrix(), self.joint_proj
         return MARKOV_PICKS_RNN.overload(
-            base, hidden, anchor, w1, w2, joint.weight, joint.bias, inverse_temperature, noise
+            base, hidden, anchor, w1, w2, joint.matrix(), joint.bias, inverse_temperature, noise
         )
 
 
@@ -77,4 +77,4 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         """hidden [R, G, D], embedded [R, G, r] -> [R, G]."""
-        return confidence(hidden, embedded, self.proj.weight, None)
+        return confidence(hidden, embedded, self.proj.matrix(), None)

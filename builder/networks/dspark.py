@@ -208,7 +208,7 @@ class Propose(DSpark):
         block = Block(
             ids, position, slot, valid_from.long(), Rotation.at(positions, self.frequencies, self.config.head_dim)
         )
-        streams = self.embed.weight[ids][:, None, :].expand(-1, config.hc_mult, -1).contiguous()
+        streams = self.embed.rows(ids)[:, None, :].expand(-1, config.hc_mult, -1).contiguous()
         for stage, rows in zip(self.stages, context, strict=True):
             streams, _ = stage(streams, block, (rows,))
         last = self.stages[-1]
@@ -223,7 +223,7 @@ class Propose(DSpark):
         embedded = None
         if self.dspark.confidence_head_with_markov:
             previous = torch.cat([anchor[:, None], tokens[:, :-1].long()], dim=1)
-            embedded = take(last.markov_head.markov_w1.weight, previous)
+            embedded = take(last.markov_head.markov_w1.matrix(), previous)
         return tokens, logits, last.confidence_head(hidden, embedded)
 
     def step(self) -> StepSpec:

@@ -1,7 +1,8 @@
 """Small parts every network shares: weights without values, norms, rope, and the declaration of a step.
 
 Networks are built with uninitialised memory (nothing is touched), exported, and their parameters become inputs of the
-graph: a network on its own holds shapes and maths, never a checkpoint.
+graph: a network on its own holds shapes and maths, never a checkpoint. Maths is fp32 whatever weights are kept in:
+`keep_as_stored` gives parameters the storage of a checkpoint, and what uses one makes it fp32 there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from twostroke.builder.config import RopeScaling
+from twostroke.builder.config import FP4_GROUP, FP8_BLOCK, RopeScaling
 from twostroke.engines.manifest import Binding, StateTensor
+from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_EXPERTS_FP4, MOE_EXPERTS_FP8
+from twostroke.plugins.quantised.torch_op import DEQUANTISE_FP8, LINEAR_FP8
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -22,15 +25,41 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
+def fp32(parameter: Tensor) -> Tensor:
+    """A parameter's values, whatever float it is kept in."""
+    return parameter if parameter.dtype == torch.float32 else parameter.float()
+
+
 class Linear(nn.Module):
-    """y = x W^T, no bias. weight [out, in], as checkpoints store it."""
+    """y = x W^T, no bias. weight [out, in], as checkpoints store it: floats, or FP8 codes with a scale a block."""
+
+    scale_name: str | None = None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = weight(outputs, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
+        if self.scale_name is not None:
+            return LINEAR_FP8.overload(x, self.weight, getattr(self, self.scale_name))
+        return nn.functional.linear(x, fp32(self.weight))
+
+    def matrix(self) -> Tensor:
+        """W, fp32 [out, in]."""
+        if self.scale_name is not None:
+            return DEQUANTISE_FP8.overload(self.weight, getattr(self, self.scale_name))
+        return fp32(self.weight)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [N] of W, fp32 [N, in]: an embedding. Never FP8."""
+        return fp32(self.weight[ids])
+
+    def keep_fp8(self, scale: str, dtype: torch.dtype) -> None:
+        """From now on the weight is FP8 codes, with scales of that name and dtype."""
+        out, inputs = self.weight.shape
+        self.scale_name = scale
+        self.weight = weight(out, inputs, dtype=torch.uint8)
+        setattr(self, scale, weight(-(-out // FP8_BLOCK), -(-inputs // FP8_BLOCK), dtype=dtype))
 
 
 class Affine(Linear):
@@ -41,7 +70,73 @@ class Affine(Linear):
         self.bias = weight(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, fp32(self.weight), self.bias)
+
+
+class ExpertBank(nn.Module):
+    """One matrix of all experts of a layer: weight [E, out, in], kept as floats, as FP8 codes with a scale a block or
+    as two FP4 codes a byte with a scale for every 32 of a row."""
+
+    scale_name: str | None = None
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = weight(experts, outputs, inputs)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The bank as the op of its storage takes it: the weights, or codes and scales."""
+        if self.scale_name is None:
+            return (self.weight,)
+        return self.weight, getattr(self, self.scale_name)
+
+    def keep_fp8(self, scale: str, dtype: torch.dtype) -> None:
+        """From now on the weights are FP8 codes, with scales of that name and dtype."""
+        experts, out, inputs = self.weight.shape
+        self.scale_name = scale
+        self.weight = weight(experts, out, inputs, dtype=torch.uint8)
+        setattr(self, scale, weight(experts, -(-out // FP8_BLOCK), -(-inputs // FP8_BLOCK), dtype=dtype))
+
+    def keep_fp4(self, scale: str) -> None:
+        """From now on the weights are packed FP4 codes, with E8M0 scales of that name."""
+        experts, out, inputs = self.weight.shape
+        self.scale_name = scale
+        self.weight = weight(experts, out, inputs // 2, dtype=torch.uint8)
+        setattr(self, scale, weight(experts, out, inputs // FP4_GROUP, dtype=torch.uint8))
+
+
+def routed_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertBank, down: ExpertBank, up: ExpertBank, limit: float
+) -> Tensor:
+    """Weighted sum of the experts `ids` [N, k] of x [N, D], by the op of the banks' storage."""
+    op = MOE_EXPERTS
+    if gate.scale_name is not None:
+        op = MOE_EXPERTS_FP4 if gate.weight.shape[2] < x.shape[1] else MOE_EXPERTS_FP8
+    return op.overload(x, ids, weights, *gate.tensors, *down.tensors, *up.tensors, limit)
+
+
+_SCALE_DTYPES = {"F8_E8M0": torch.uint8, "U8": torch.uint8, "F32": torch.float32}
+
+
+def keep_as_stored(network: nn.Module, stored: Mapping[str, str]) -> None:
+    """Gives matrices the storage they have in a checkpoint; `stored`: tensor name -> safetensors dtype.
+
+    FP8 and FP4 matrices become codes and scales, BF16 ones stay BF16. All experts of a bank are stored alike. Vectors
+    and small tables are fp32 always.
+    """
+    for name, module in network.named_modules():
+        if not isinstance(module, Linear | ExpertBank):
+            continue
+        prefix, _, matrix = name.rpartition(".")
+        source = name if isinstance(module, Linear) else f"{prefix}.0.{matrix}"
+        dtype = stored[f"{source}.weight"]
+        scale = next((s for s in ("scale", "weight_scale_inv") if f"{source}.{s}" in stored), "")
+        if dtype == "F8_E4M3":
+            module.keep_fp8(scale, _SCALE_DTYPES[stored[f"{source}.{scale}"]])
+        elif dtype == "I8" and isinstance(module, ExpertBank):
+            module.keep_fp4(scale)
+        elif dtype == "BF16" and isinstance(module, Linear):
+            module.weight = weight(*module.weight.shape, dtype=torch.bfloat16)
 
 
 class RMSNorm(nn.Module):
@@ -81,7 +176,8 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
     s_i = 1 - clamp((i - low)/(high - low), 0, 1),
     low/high = floor/ceil of dim * ln(original/(2 pi beta)) / (2 ln theta) at beta_fast/beta_slow.
     """
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    # Values, so on the CPU even where a network is made on the meta device for its shapes alone.
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     frequencies = theta**-exponent
     if scaling is None:
         return frequencies.float()
@@ -92,7 +188,7 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_of(scaling.beta_slow)), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     keep = 1 - ramp
     return (frequencies / scaling.factor * (1 - keep) + frequencies * keep).float()
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twostroke.builder import draft_detection
+from twostroke.builder.checkpoint import TensorEntry
 from twostroke.builder.config import DeepseekV4Config, ModelConfig, parse_deepseek_v4
-from twostroke.builder.inventory import TensorSpec, inventory, target_inventory
+from twostroke.builder.inventory import TensorSpec, component, inventory, target_inventory
 from twostroke.builder.networks import (
     deepseek_v4,
     deepseek_v4_nextn,
@@ -20,6 +21,7 @@ from twostroke.builder.networks import (
 )
 from twostroke.builder.networks.layers import StepSpec
 from twostroke.builder.strict_json import Fields
+from twostroke.builder.transformers_layout import in_original_names
 from twostroke.engines.errors import BuildError
 
 
@@ -48,17 +50,21 @@ class TargetNetwork(Protocol):
 class Target:
     """A family of checkpoints, by `model_type`. The config that `parse` returns is what all others take.
 
-    `target_tensors(config, quantised=...)` are the tensors of the target, `all_tensors` those of its drafter too, whose
-    names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
+    `original_names(entries)` are a checkpoint's entries under the names of the original layout, whichever it has;
+    `target_tensors(config)` are the tensors of the target, `all_tensors` those of its drafter too, whose
+    names start with `draft_prefix(config)`; `component(config, name)` is what a tensor is part of, for people.
+    `detect_draft(config, tensor names, requested)` chooses the draft method.
     `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`;
     `drafts[method](config, max_draft_len)` is a draft method of the family; `draft_fields` are those of the config that
     describe the drafter. `index_keys[dtype](config)` is the config of a build that keeps index keys so.
     """
 
     parse: Callable[[Fields], ModelConfig]
+    original_names: Callable[[Mapping[str, TensorEntry]], dict[str, TensorEntry]]
     target_tensors: Callable[..., tuple[TensorSpec, ...]]
     all_tensors: Callable[..., tuple[TensorSpec, ...]]
     draft_prefix: Callable[..., str]
+    component: Callable[..., str]
     detect_draft: Callable[..., str]
     network: Callable[..., TargetNetwork]
     tokens_per_page: int
@@ -110,9 +116,11 @@ def _mtp(
 
 _DEEPSEEK_V4 = Target(
     parse_deepseek_v4,
+    in_original_names,
     target_inventory,
     inventory,
     lambda config: "mtp.",
+    component,
     draft_detection.detect_draft,
     deepseek_v4.DeepseekV4,
     deepseek_v4.TOKENS_PER_PAGE,
@@ -127,9 +135,11 @@ _DEEPSEEK_V4 = Target(
 
 _DEEPSEEK_V32 = Target(
     deepseek_v32_checkpoint.parse_config,
+    dict,  # transformers keeps the names
     deepseek_v32_checkpoint.target_tensors,
     deepseek_v32_checkpoint.all_tensors,
     deepseek_v32_checkpoint.draft_prefix,
+    deepseek_v32_checkpoint.component,
     deepseek_v32_checkpoint.detect_draft,
     deepseek_v32.DeepseekV32,
     deepseek_v32.TOKENS_PER_PAGE,

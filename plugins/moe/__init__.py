@@ -9,5 +9,7 @@
 
 Sources: DeepSeek-V4 report (arXiv 2606.19348), DeepSeek-V3 report (grouped routing without an auxiliary loss) and the
 publisher's inference references; ties in the top-k go to the lowest expert or group index. Ops: `moe_route`,
-`moe_route_hash`, `moe_route_grouped`, `moe_experts`. The shared expert is a plain MLP of the network.
+`moe_route_hash`, `moe_route_grouped`, `moe_experts`, and for banks as releases store them (`quantised`)
+`moe_experts_fp4` and `moe_experts_fp8`, which read no expert that nobody picked. The shared expert is a plain MLP of
+the network.
 """

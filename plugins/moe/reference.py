@@ -1,13 +1,20 @@
-"""Plain torch specification of moe. Shapes: x [N, D], gate [E, D], w1 and w3 [E, F, D], w2 [E, D, F]."""
+"""Plain torch specification of moe. Shapes: x [N, D], gate [E, D], w1 and w3 [E, F, D], w2 [E, D, F].
+
+Quantised banks are u8, codes [E, O, K] or packed codes [E, O, K/2], beside scales of `quantised`'s blocks.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from twostroke.plugins.flat_step import exact_topk, take
+from twostroke.plugins.quantised.reference import dequantise_fp4, dequantise_fp8
+
+Dequantise = Callable[[Tensor, Tensor], Tensor]  # codes, scale -> fp32 matrix
 
 
 def _scores(x: Tensor, gate: Tensor) -> Tensor:
@@ -72,3 +79,73 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor,
     hit = chosen.any(dim=1)
     picked = torch.where(hit.t()[:, :, None], each * weight.t()[:, :, None], 0.0)
     return picked.sum(dim=0)
+
+
+def moe_experts_fp8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w1_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w3: Tensor,
+    w3_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """`moe_experts` over fp8 banks, scales [E, ceil(O / 128), ceil(K / 128)]; only picked experts are dequantised."""
+    banks = (w1, w1_scale, w2, w2_scale, w3, w3_scale)
+    return picked_experts(dequantise_fp8, x, ids, weights, banks, limit)
+
+
+def moe_experts_fp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w1_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w3: Tensor,
+    w3_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """`moe_experts` over packed fp4 banks, scales [E, O, ceil(K / 32)]; only picked experts are dequantised."""
+    banks = (w1, w1_scale, w2, w2_scale, w3, w3_scale)
+    return picked_experts(dequantise_fp4, x, ids, weights, banks, limit)
+
+
+def picked_experts(
+    dequantise: Dequantise,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    banks: Sequence[Tensor],
+    limit: float,
+) -> Tensor:
+    """Weighted sum of the picked experts, [N, D], one expert at a time; banks [E, ...] of w1, w2 and w3, each as codes
+    and scale."""
+    total = torch.zeros_like(x)
+    for expert in torch.unique(ids):  # ascending
+        total = add_expert(dequantise, total, x, ids, weights, expert, [bank[expert] for bank in banks], limit)
+    return total
+
+
+def add_expert(
+    dequantise: Dequantise,
+    total: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert: Tensor,
+    stored: Sequence[Tensor],
+    limit: float,
+) -> Tensor:
+    """`total` [N, D] and, in the rows that chose it, the share of expert number `expert` [] (i64), whose w1, w2 and w3
+    are `stored` as codes and scale each. Every row is computed: none depends on how the others were routed."""
+    linear = torch.nn.functional.linear
+    w1, w2, w3 = (dequantise(codes, scale) for codes, scale in zip(stored[::2], stored[1::2], strict=True))
+    each = linear(swiglu(linear(x, w1), linear(x, w3), limit), w2)
+    chosen = ids == expert
+    weight = torch.where(chosen, weights, 0.0).sum(dim=1, keepdim=True)
+    return torch.where(chosen.any(dim=1, keepdim=True), total + each * weight, total)

@@ -24,4 +24,6 @@ MOE_ROUTE_GROUPED = Op(
     lambda x, gate, bias, groups, top_groups, top_k, scaling: _routed(x, top_k),
 )
 MOE_EXPERTS = Op("moe_experts", reference.moe_experts, lambda x, ids, weights, w1, w2, w3, limit: x.new_empty(x.shape))
-OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_ROUTE_GROUPED, MOE_EXPERTS)
+MOE_EXPERTS_FP4 = Op("moe_experts_fp4", reference.moe_experts_fp4, lambda x, *_: x.new_empty(x.shape))
+MOE_EXPERTS_FP8 = Op("moe_experts_fp8", reference.moe_experts_fp8, lambda x, *_: x.new_empty(x.shape))
+OPS = (MOE_ROUTE, MOE_ROUTE_HASH, MOE_ROUTE_GROUPED, MOE_EXPERTS, MOE_EXPERTS_FP4, MOE_EXPERTS_FP8)

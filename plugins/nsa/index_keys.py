@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from twostroke.plugins.flat_step import take
+from twostroke.plugins.quantised.codes import E4M3, E8M0
+from twostroke.plugins.quantised.reference import look_up
 
 SCALE_BYTES = 4
 LARGEST = 448.0  # of e4m3
@@ -94,20 +96,8 @@ def read_pages(pages: Tensor, chosen: Tensor, tokens_per_page: int) -> tuple[Ten
     word = found[:, :, tokens_per_page * size :].reshape(-1, count, SCALE_BYTES).to(torch.int32)
     exponent = word[:, :, 3] % 128 * 2 + word[:, :, 2] // 128
     mantissa = word[:, :, 2] % 128 * 65536 + word[:, :, 1] * 256 + word[:, :, 0]
-    scale = _look_up(_POWERS, exponent) * (1.0 + mantissa.to(torch.float32) * 2.0**-23)
-    return _look_up(_E4M3, code.to(torch.int32)), scale
+    scale = look_up(_POWERS, exponent) * (1.0 + mantissa.to(torch.float32) * 2.0**-23)
+    return look_up(E4M3, code), scale
 
 
-def _look_up(table: list[float], index: Tensor) -> Tensor:
-    return take(torch.tensor(table)[:, None], index).squeeze(-1)
-
-
-def _e4m3_value(code: int) -> float:
-    exponent, mantissa, sign = code % 128 // 8, code % 8, -1.0 if code >= 128 else 1.0
-    if code % 128 == 127:
-        return float("nan")
-    return sign * (2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else 2.0**-9 * mantissa)
-
-
-_E4M3 = [_e4m3_value(code) for code in range(256)]
-_POWERS = [0.0, *(2.0**exponent for exponent in range(-126, 128)), float("nan")]  # by the exponent bits of an fp32
+_POWERS = [0.0, *E8M0[1:]]  # by the exponent bits of an fp32: of zeros and subnormals nothing

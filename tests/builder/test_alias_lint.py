@@ -173,3 +173,23 @@ def test_a_view_of_the_state_is_refused(view: str) -> None:
     message = refusal(model)
     assert f"node the_view ({view}) reads cache" in message
     assert "Gather" in message
+
+
+def test_what_a_loop_takes_from_outside_counts_as_read_by_it() -> None:
+    """The scatter writes what a loop made of the gathered rows: nothing but the loop's inside says so."""
+    state = [
+        helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+        helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["N", 4]),
+    ]
+    after = [
+        helper.make_tensor_value_info("still", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("more", TensorProto.FLOAT, ["N", 4]),
+    ]
+    inside = helper.make_graph(
+        [node("Identity", ["go"], "still"), node("Add", ["sum", "seen"], "more")], "inside", state, after
+    )
+    once = node("Constant", [], "once", value=helper.make_tensor("one", TensorProto.INT64, [], [1]))
+    loop = node("Loop", ["once", "", "rows"], "looped", body=inside)
+    write = node("ScatterND", ["cache", "write", "looped"], "cache.next")
+    check_aliases(graph([READ, once, loop, write]), ALIASES, "toy")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from twostroke.builder.checkpoint import INDEX, SINGLE, Checkpoint
 from twostroke.builder.inventory import inventory, target_inventory
 from twostroke.engines.errors import CheckpointError
-from twostroke.tests.checkpoints import F4, F4_PLAIN, TINY8, random_weights, write_checkpoint
+from twostroke.tests.checkpoints import F4, F4_FP8, F4_PLAIN, TINY8, random_weights, write_checkpoint
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -360,16 +360,38 @@ def quantise(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{name}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
 
 
-def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantised_weights_that_the_config_does_not_announce_are_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, F4, edit=quantise)
-    advice = "quantised weights are not read yet; convert to bf16"
+    advice = "the config has no quantization_config; restore it, or convert the folder to bf16"
     assert check_refusal(folder).problems == (
         f"FP8 tensor layers.0.attn.wq_a.weight: {advice}",
         f"packed FP4 tensor layers.0.ffn.experts.0.w1.weight: {advice}",
     ), "their scales are not reported beside them"
-    for name in ("layers.0.attn.wq_a.weight", "layers.0.attn.wq_a.scale", "layers.0.ffn.experts.0.w1.weight"):
-        with pytest.raises(CheckpointError, match=advice):
-            Checkpoint.open(folder).read(name)
+
+
+def test_tensors_that_a_quantised_checkpoint_keeps_in_another_dtype_are_named(tmp_path: Path) -> None:
+    """A weight that was dequantised, a scale of the other family's dtype, a scale of another block size."""
+
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.attn.wq_b.weight"] = tensors["layers.0.attn.wq_b.weight"].to(torch.bfloat16)
+        tensors["layers.0.attn.wkv.scale"] = torch.ones(1, 2, dtype=torch.bfloat16)
+        tensors["layers.1.attn.wo_b.scale"] = torch.ones(4, 4).to(torch.float8_e8m0fnu)
+        del tensors["layers.2.ffn.experts.3.w2.scale"]
+
+    assert set(check_refusal(write_checkpoint(tmp_path, F4_FP8, edit=mix)).problems) == {
+        "tensor layers.0.attn.wq_b.weight has dtype BF16; accepted: F8_E4M3",
+        "tensor layers.0.attn.wkv.scale has dtype BF16; accepted: F8_E8M0, U8, F32",
+        "tensor layers.1.attn.wo_b.scale has shape [4, 4]; expected [2, 2]",
+        "packed FP4 tensor layers.2.ffn.experts.3.w2.weight has no scale: there is no layers.2.ffn.experts.3.w2 with "
+        "suffix .scale, .weight_scale_inv, .weight_scale",
+    }
+
+
+def test_codes_are_read_as_bytes(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, F4_FP8))
+    for name, entry in checkpoint.entries.items():
+        if entry.dtype in ("F8_E4M3", "F8_E8M0", "I8"):
+            assert checkpoint.read(name).dtype == torch.uint8
 
 
 # The toys themselves

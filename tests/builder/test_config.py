@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.builder.config import CSA, HARMLESS, HCA, SLIDING, RopeScaling, load_config, parse_config
 from twostroke.engines.errors import ConfigError
-from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, REMOVED, with_overrides
+from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, FP8_BLOCKS, REMOVED, with_overrides
 
 YARN = dict(F4["rope_scaling"])
 BARE_DSPARK = {name.removeprefix("dspark_"): value for name, value in F4.items() if name.startswith("dspark_")}
@@ -94,6 +94,10 @@ def test_wrong_type_or_range_is_refused_with_field_and_value(name: str, value: A
         ("attention_bias", True),
         ("tie_word_embeddings", True),
         ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {**FP8_BLOCKS["quantization_config"], "fmt": "e5m2"}),
+        ("quantization_config", {**FP8_BLOCKS["quantization_config"], "weight_block_size": [64, 64]}),
+        ("quantization_config", {**FP8_BLOCKS["quantization_config"], "activation_scheme": "static"}),
+        ("quantization_config", "fp8"),
         ("expert_dtype", "fp4"),
         ("torch_dtype", "float16"),
         ("dspark_markov_head_type", "mlp"),
@@ -114,6 +118,19 @@ def test_wrong_type_or_range_is_refused_with_field_and_value(name: str, value: A
 )
 def test_value_that_is_not_implemented_is_refused(name: str, value: Any) -> None:
     assert f"field {name}" in refusal(**{name: value})
+
+
+def test_quantised_weights_are_those_of_the_release_or_refused() -> None:
+    """The blocks, and FP4 experts beside them; one without the other would leave a storage to be guessed."""
+    assert parse(**FP8_BLOCKS, expert_dtype="fp4").quantised
+    assert not parse(expert_dtype="bf16").quantised
+    assert 'field expert_dtype is None; beside this quantization_config only "fp4"' in refusal(**FP8_BLOCKS)
+    assert "expert_dtype" in refusal(**FP8_BLOCKS, expert_dtype="fp8")
+    assert "expected a multiple" in refusal(**FP8_BLOCKS, expert_dtype="fp4", moe_intermediate_size=40)
+    grouped = {**FP8_BLOCKS["quantization_config"], "group_size": 128}
+    assert "not understood: quantization_config.group_size" in refusal(quantization_config=grouped, expert_dtype="fp4")
+    ours = {**FP8_BLOCKS["quantization_config"], "modules_to_not_convert": ["head"]}
+    assert parse(quantization_config=ours, expert_dtype="fp4").quantised
 
 
 def test_unknown_field_is_refused_with_the_name_it_resembles() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +177,24 @@ def test_both_families_are_named_to_whoever_has_another() -> None:
 
 def test_inventory_of_the_release_has_its_published_counts_and_bytes() -> None:
     release = parse(RELEASE_V32)
-    main = target_tensors(release, quantised=True)
-    mtp = all_tensors(release, quantised=True)[len(main) :]
+    main = target_tensors(release)
+    mtp = all_tensors(release)[len(main) :]
     assert (len(main), len(mtp)) == (90_854, 1_571)
     assert round(sum(spec.nbytes for spec in main) / 1e9, 2) == 674.03
     assert round(sum(spec.nbytes for spec in mtp) / 1e9, 2) == 15.44
     shapes = {spec.name: spec.shape for spec in main}
     assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == (5, 56), "the last block is cut"
-    parameters = sum(torch.Size(spec.shape).numel() for spec in target_tensors(release))
+    plain = target_tensors(replace(release, quantised=False))
+    parameters = sum(torch.Size(spec.shape).numel() for spec in plain)
     assert round(parameters / 1e9, 3) == 671.878
 
 
 def test_plain_inventory_is_the_same_tensors_without_scales() -> None:
     release = parse(RELEASE_V32)
-    quantised = [spec.name for spec in all_tensors(release, quantised=True)]
-    assert {spec.name for spec in all_tensors(release)} == {n for n in quantised if not n.endswith("_scale_inv")}
+    quantised = [spec.name for spec in all_tensors(release)]
+    assert {spec.name for spec in all_tensors(replace(release, quantised=False))} == {
+        n for n in quantised if not n.endswith("_scale_inv")
+    }
     assert len(set(quantised)) == len(quantised)
 
 
@@ -204,7 +208,7 @@ def test_every_parameter_of_the_network_is_a_tensor_of_the_inventory() -> None:
     assert len(banks) * 4 + len(single) == len(specs)
 
 
-def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantised_tensors_that_the_config_does_not_announce_are_named(tmp_path: Path) -> None:
     def quantise(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.0.self_attn.o_proj"
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
@@ -214,7 +218,8 @@ def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.check(all_tensors(checkpoint.config))
     assert caught.value.problems == (
-        "FP8 tensor model.layers.0.self_attn.o_proj.weight: quantised weights are not read yet; convert to bf16",
+        "FP8 tensor model.layers.0.self_attn.o_proj.weight: the config has no quantization_config; restore it, or "
+        "convert the folder to bf16",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from twostroke.builder.config import parse_config
 from twostroke.builder.inventory import dspark_inventory, inventory, nextn_inventory, target_inventory
 from twostroke.tests.checkpoints import F4, F4_PLAIN, F4_PREVIEW, FLASH_0731, with_overrides
@@ -10,16 +12,16 @@ FLASH = parse_config(FLASH_0731, "config.json")
 
 
 def test_inventory_of_the_release_has_its_published_counts_and_bytes() -> None:
-    target, draft = target_inventory(FLASH, quantised=True), dspark_inventory(FLASH, quantised=True)
+    target, draft = target_inventory(FLASH), dspark_inventory(FLASH)
     assert (len(target), sum(spec.nbytes for spec in target)) == (67_612, 156_015_698_140)
     assert (len(draft), sum(spec.nbytes for spec in draft)) == (4_705, 10_862_838_300)
-    whole = inventory(FLASH, quantised=True)
+    whole = inventory(FLASH)
     assert (len(whole), sum(spec.nbytes for spec in whole)) == (72_317, 166_878_536_440)
 
 
 def test_plain_inventory_is_the_same_tensors_without_scales() -> None:
-    plain = {spec.name for spec in inventory(FLASH)}
-    quantised = [spec.name for spec in inventory(FLASH, quantised=True)]
+    plain = {spec.name for spec in inventory(replace(FLASH, quantised=False))}
+    quantised = [spec.name for spec in inventory(FLASH)]
     assert plain == {name for name in quantised if not name.endswith(".scale")}
 
 
@@ -36,7 +38,7 @@ def test_the_preview_holds_one_nextn_block() -> None:
 def test_the_nextn_block_of_the_release_has_its_published_size() -> None:
     """About 3.594 GB (`spec/dspark.md` section 12)."""
     preview = {name: value for name, value in FLASH_0731.items() if not name.startswith("dspark_")}
-    block = nextn_inventory(parse_config(preview, "config.json"), quantised=True)
+    block = nextn_inventory(parse_config(preview, "config.json"))
     assert round(sum(spec.nbytes for spec in block) / 1e6) == 3594
 
 

@@ -103,7 +103,7 @@ def test_sessions_share_the_mapped_pages(f4_engine: LoadedEngine) -> None:
 
     assert address("target", "embed.weight") == address("propose", "embed.weight")
     assert mapping_of(address("target", "embed.weight")).endswith(".safetensors")
-    assert mapping_of(address("target", "layers.1.ffn.experts.w1")).endswith(WEIGHTS_BIN)
+    assert mapping_of(address("target", "layers.1.ffn.experts.w1.weight")).endswith(WEIGHTS_BIN)
 
 
 def mapping_of(address: int) -> str:
@@ -120,7 +120,7 @@ def mapping_of(address: int) -> str:
     [
         ("head.weight", (320, 64), ("head.weight",)),
         (
-            "layers.3.ffn.experts.w2",
+            "layers.3.ffn.experts.w2.weight",
             (2, 64, 32),
             ("layers.3.ffn.experts.0.w2.weight", "layers.3.ffn.experts.1.w2.weight"),
         ),

@@ -265,33 +265,34 @@ def edit_weight(engine: Path, name: str, **changes: Any) -> None:
 
 
 def test_a_weight_nobody_can_find(engine: Path) -> None:
-    edit_weight(engine, "layers.1.ffn.experts.w1")
-    assert "step target: weight layers.1.ffn.experts.w1 is not in the weights index" in refusal(engine)
+    edit_weight(engine, "layers.1.ffn.experts.w1.weight")
+    assert "step target: weight layers.1.ffn.experts.w1.weight is not in the weights index" in refusal(engine)
 
 
 @pytest.mark.parametrize("changes", [{"offset": 1 << 40}, {"offset": -64}, {"bytes": 12}])
 def test_a_weight_outside_its_file(engine: Path, changes: dict[str, int]) -> None:
-    edit_weight(engine, "layers.1.ffn.experts.w1", **changes)
+    edit_weight(engine, "layers.1.ffn.experts.w1.weight", **changes)
     message = refusal(engine)
-    assert f"{engine / 'weights.bin'}: weight layers.1.ffn.experts.w1 should be 32768 bytes" in message
+    assert f"{engine / 'weights.bin'}: weight layers.1.ffn.experts.w1.weight should be 32768 bytes" in message
 
 
 def test_a_weight_of_another_shape(engine: Path) -> None:
-    edit_weight(engine, "layers.1.ffn.experts.w1", shape=(4, 64, 32))
+    edit_weight(engine, "layers.1.ffn.experts.w1.weight", shape=(4, 64, 32))
     message = refusal(engine)
     assert (
-        "weight layers.1.ffn.experts.w1 has shape (4, 64, 32) in the weights index, (4, 32, 64) in the graph" in message
+        "weight layers.1.ffn.experts.w1.weight has shape (4, 64, 32) in the weights index, (4, 32, 64) in the graph"
+        in message
     )
 
 
 def test_a_weight_of_another_dtype(engine: Path) -> None:
-    edit_weight(engine, "layers.1.ffn.experts.w1", dtype="int32")
-    assert "layers.1.ffn.experts.w1 is int32 on cpu, expected float32" in refusal(engine)
+    edit_weight(engine, "layers.1.ffn.experts.w1.weight", dtype="int32")
+    assert "layers.1.ffn.experts.w1.weight is int32 on cpu, expected float32" in refusal(engine)
 
 
 def test_a_weight_in_a_file_that_is_not_listed(engine: Path) -> None:
-    edit_weight(engine, "layers.1.ffn.experts.w1", file="more.bin")
-    assert "weight layers.1.ffn.experts.w1 is in more.bin, which is missing" in refusal(engine)
+    edit_weight(engine, "layers.1.ffn.experts.w1.weight", file="more.bin")
+    assert "weight layers.1.ffn.experts.w1.weight is in more.bin, which is missing" in refusal(engine)
 
 
 def test_refusals_come_before_any_session_is_made(engine: Path) -> None:

@@ -199,6 +199,44 @@ def experts(where: Layout, seed: int) -> Values:
     }
 
 
+def codes(seed: int, *shape: int) -> Tensor:
+    """Bytes that are a NaN in no format."""
+    return torch.randint(0, 127, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def scales(seed: int, *shape: int) -> Tensor:
+    """e8m0 bytes of 2^-14 .. 2^-7."""
+    return 113 + codes(seed, *shape) % 8
+
+
+def multipliers(seed: int, *shape: int) -> Tensor:
+    """fp32 scales about as large."""
+    return normal(seed, *shape) * 2.0**-9
+
+
+def fp8_linear(scale: Callable[..., Tensor]) -> Callable[[Layout, int], Values]:
+    return lambda where, seed: {
+        "x": normal(seed, where.tokens, 200),
+        "codes": codes(seed + 1, 130, 200),
+        "scale": scale(seed + 2, 2, 2),
+    }
+
+
+def stored_experts(form: str) -> Callable[[Layout, int], Values]:
+    """Six experts of D = 140 and F = 130, whose last blocks are short."""
+
+    def values(where: Layout, seed: int) -> Values:
+        given = experts(where, seed)
+        banks: Values = {}
+        for i, (name, rows, columns) in enumerate((("w1", 130, 140), ("w2", 140, 130), ("w3", 130, 140))):
+            fp4 = form == "fp4"
+            banks[name] = codes(seed + i, 6, rows, columns // 2 if fp4 else columns) % 120  # 0 .. 240 in fp8
+            banks[f"{name}_scale"] = scales(seed + 5 + i, 6, rows, 5) if fp4 else multipliers(seed + 5 + i, 6, 2, 2)
+        return {"x": normal(seed, where.tokens, 140), "ids": given["ids"], "weights": given["weights"], **banks}
+
+    return values
+
+
 def markov(kind: str) -> Callable[[Layout, int], Values]:
     def values(where: Layout, seed: int) -> Values:
         requests = 3 if where is FIRST else 5
@@ -316,6 +354,23 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
         experts,
         {"x": ("N",), "ids": ("N",), "weights": ("N",)},
         (float("inf"),),
+    ),
+    **{
+        f"moe_experts_{form}": (
+            f"moe_experts_{form}",
+            stored_experts(form),
+            {"x": ("N",), "ids": ("N",), "weights": ("N",)},
+            (2.0,),
+        )
+        for form in ("fp4", "fp8")
+    },
+    "linear_fp8-e8m0": ("linear_fp8", fp8_linear(scales), {"x": ("N",)}, ()),
+    "linear_fp8-float": ("linear_fp8", fp8_linear(multipliers), {"x": ("N",)}, ()),
+    "dequantise_fp8": (
+        "dequantise_fp8",
+        lambda where, seed: {"codes": codes(seed, 130, 200), "scale": scales(seed + 1, 2, 2)},
+        {},
+        (),
     ),
     "markov_picks": (
         "markov_picks",
