@@ -25,7 +25,7 @@ _device = "cpu"
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Parameters made inside have shapes and no memory until `allocate`: the network of a release has terabytes in fp32,
+    """Parameters made inside have shapes and no memory until `allocate`: in fp32 the network of a release has terabytes,
     which some systems do not even promise."""
     global _device
     _device = "meta"
