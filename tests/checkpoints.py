@@ -192,6 +192,8 @@ T32: Mapping[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 
+T32_8: Mapping[str, Any] = {**T32, "vocab_size": 8}
+
 # The numbers of the V3.2 release, without its quantisation fields. For counting only.
 RELEASE_V32: Mapping[str, Any] = {
     **T32,
