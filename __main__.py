@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], tuple[AddArguments, Run]]]] = {
     "build": ("make an engine directory from a checkpoint folder", _build),
     "generate": ("answer one prompt with an engine directory", _generate),
     "inspect": ("explain an engine directory or a checkpoint folder", _inspect),
-    "demo": ("build the demo model and answer a prompt with it", _demo),
+    "demo": ("build a demo model and complete held-out prompts with it", _demo),
 }
 
 

@@ -71,25 +71,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
-        """Read config, index and every shard header; no weights.
-
-        Raises ConfigError for the config, CheckpointError with all findings in `problems` for the rest: a shard that is
-        missing, truncated or longer than its header says, offsets that overlap or leave the file, and every
-        disagreement between index and shards.
-        """
+        """Read config, index and every shard header; no weights. Raises ConfigError for the config, and as
+        `read_entries` for the rest."""
         folder = Path(folder)
-        config = load_config(folder)
-        weight_map, files, problems = _weight_map(folder)
-        shards: dict[str, dict[str, TensorEntry]] = {}
-        for file in files:
-            try:
-                shards[file] = read_header(folder, file)
-            except CheckpointError as error:
-                problems.extend(error.problems or (str(error),))
-        problems.extend(_disagreements(weight_map, shards))
-        if problems:
-            raise _collected(f"{folder} is not a usable checkpoint", problems)
-        return cls(folder, config, {name: entry for shard in shards.values() for name, entry in shard.items()})
+        return cls(folder, load_config(folder), read_entries(folder))
 
     def check(self, inventory: Iterable[TensorSpec]) -> None:
         """Compare with what the network needs: unknown, missing, misshapen and mistyped tensors, all in one error.
@@ -174,6 +159,25 @@ class Checkpoint:
                 f"{self.folder}: {len(left):,} tensors were read by nobody: {shown_list(left)}",
                 tuple(f"tensor {name} was read by nobody" for name in left),
             )
+
+
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder's shards, from index and headers.
+
+    Raises CheckpointError with all findings in `problems`: a shard that is missing, truncated or longer than its header
+    says, offsets that overlap or leave the file, and every disagreement between index and shards.
+    """
+    weight_map, files, problems = _weight_map(folder)
+    shards: dict[str, dict[str, TensorEntry]] = {}
+    for file in files:
+        try:
+            shards[file] = read_header(folder, file)
+        except CheckpointError as error:
+            problems.extend(error.problems or (str(error),))
+    problems.extend(_disagreements(weight_map, shards))
+    if problems:
+        raise _collected(f"{folder} is not a usable checkpoint", problems)
+    return {name: entry for shard in shards.values() for name, entry in shard.items()}
 
 
 def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:

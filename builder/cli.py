@@ -88,9 +88,12 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
 
 def inspect_checkpoint(folder: Path) -> dict[str, Any]:
     """Model, draft method, tensors and bytes by component. Raises as `Checkpoint.open` and `check` do."""
+    from twostroke.builder import dense_draft_folder
     from twostroke.builder.checkpoint import Checkpoint
     from twostroke.builder.networks.registry import TARGETS
 
+    if dense_draft_folder.holds_dense_draft(folder):
+        return dense_draft_folder.describe(folder)
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     target = TARGETS[config.model_type]

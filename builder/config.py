@@ -22,6 +22,7 @@ SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 # Fields of which one value is implemented. A config without them means that value: the model type implies it.
 ONLY_VALUE: Mapping[str, Any] = {
@@ -116,7 +117,7 @@ class DSparkConfig:
     noise_token_id: int  # embedded in rows 1..G-1
     target_layer_ids: tuple[int, ...]  # 0-based target layers whose outputs are the taps, in tap order
     markov_rank: int
-    markov_head_type: str = "vanilla"
+    markov_head_type: str = "vanilla"  # of MARKOV_HEAD_TYPES
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
 
@@ -193,8 +194,11 @@ def parse_config(values: Mapping[str, Any], where: str) -> Any:
 
     The result is a `ModelConfig`; which one, only the file knows.
     """
+    from twostroke.builder.dense_draft_config import is_dense_draft, refuse_to_build
     from twostroke.builder.networks.registry import TARGETS  # here: networks are written in terms of this module
 
+    if is_dense_draft(values):
+        raise refuse_to_build(values, where, TARGETS)
     fields = Fields(values, where)
     found = fields.take("model_type")
     if not isinstance(found, str) or found not in TARGETS:
@@ -455,9 +459,7 @@ def _dspark(fields: Fields, layers: int, vocab: int) -> DSparkConfig | None:
             merged[field] = found[0][1]
     inner.check_all_taken()
     reader = Fields(merged, fields.where, prefix="dspark_")
-    kind = reader.take("markov_head_type", "vanilla")
-    if kind != "vanilla":
-        raise reader.refused("markov_head_type", kind, "only vanilla is implemented")
+    kind = read_markov_head_type(reader, "vanilla")
     for name in _UNPREFIXED:
         if not isinstance(reader.take(name, True), bool):
             raise reader.refused(name, merged[name], "expected true or false")
@@ -473,6 +475,14 @@ def _dspark(fields: Fields, layers: int, vocab: int) -> DSparkConfig | None:
         enable_confidence_head=merged.get("enable_confidence_head", True),
         confidence_head_with_markov=merged.get("confidence_head_with_markov", True),
     )
+
+
+def read_markov_head_type(fields: Fields, default: Any = ...) -> str:
+    """`markov_head_type`, one of MARKOV_HEAD_TYPES."""
+    found = fields.take("markov_head_type", default)
+    if found not in MARKOV_HEAD_TYPES:
+        raise fields.refused("markov_head_type", found, f"accepted: {', '.join(MARKOV_HEAD_TYPES)}")
+    return str(found)
 
 
 def _check_relations(config: DeepseekV4Config, fields: Fields) -> None:

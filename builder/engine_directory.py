@@ -1,8 +1,8 @@
 """Writing an engine directory so that it is either whole or not there.
 
-Everything goes into a hidden folder beside the destination; the manifest is written last, the folder is flushed to
-disk and renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden folder: without a
-manifest it does not load, with one it is whole. The next build to the same place removes it.
+Everything goes into a hidden folder beside the destination; the manifest is written last, files and folders are flushed
+to disk and the folder is renamed in one step. A build that is killed, or runs out of disk, leaves at most that hidden
+folder: without a manifest it does not load, with one it is whole. The next build to the same place removes it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def staging(destination: Path, replace: bool) -> Iterator[Path]:
     """The hidden folder of a build to `destination`. On success it must hold a manifest (`seal`) and is moved into
     place; on any error it is removed. BuildError for a destination that is taken, not writable, or a disk that is
     full."""
+    destination = destination.resolve()  # a link keeps pointing where it did, `.` has a name
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         engine = (destination / CONFIG_FILE).is_file() and (destination / "weights.index.json").is_file()
         if not (replace and engine):
@@ -45,14 +46,15 @@ def staging(destination: Path, replace: bool) -> Iterator[Path]:
         _empty(folder)
         yield folder
         _flush(folder)
-        if destination.exists():
+        if destination.exists() and any(destination.iterdir()):
             retired = destination.parent / f".{destination.name}.replaced"
             shutil.rmtree(retired, ignore_errors=True)
             os.rename(destination, retired)
             os.rename(folder, destination)
             shutil.rmtree(retired)
         else:
-            os.rename(folder, destination)
+            os.rename(folder, destination)  # over an empty folder too
+        _flush_folder(destination.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -96,3 +98,12 @@ def _flush(folder: Path) -> None:
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -102,7 +102,7 @@ def _target(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
 
 
 def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
-    dspark, D = config.dspark, config.hidden_size
+    dspark, D, V = config.dspark, config.hidden_size, config.vocab_size
     assert dspark is not None
     last = f"mtp.{dspark.stages - 1}."
     yield from _linear("mtp.0.main_proj", D, dspark.stages * D, quantised)
@@ -111,11 +111,25 @@ def _dspark(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:
         yield from _block(config, f"mtp.{stage}.", quantised, hashed=False)
     yield TensorSpec(f"{last}norm.weight", (D,), WEIGHT_DTYPES)
     yield from _hc_head(config, last)
-    for name in ("markov_w1", "markov_w2"):
-        yield TensorSpec(f"{last}markov_head.{name}.weight", (config.vocab_size, dspark.markov_rank), WEIGHT_DTYPES)
+    head, rank = f"{last}markov_head.", dspark.markov_rank
+    yield from markov_head_tensors(head, dspark.markov_head_type, vocab=V, draft_vocab=V, rank=rank, hidden=D)
     if dspark.enable_confidence_head:
-        width = D + (dspark.markov_rank if dspark.confidence_head_with_markov else 0)
+        width = D + (rank if dspark.confidence_head_with_markov else 0)
         yield TensorSpec(f"{last}confidence_head.proj.weight", (1, width), WEIGHT_DTYPES)
+
+
+def markov_head_tensors(
+    prefix: str, kind: str, *, vocab: int, draft_vocab: int, rank: int, hidden: int
+) -> Iterator[TensorSpec]:
+    """A markov head of a type of MARKOV_HEAD_TYPES: it embeds any of `vocab` tokens and scores `draft_vocab`."""
+    yield TensorSpec(f"{prefix}markov_w1.weight", (vocab, rank), WEIGHT_DTYPES)
+    yield TensorSpec(f"{prefix}markov_w2.weight", (draft_vocab, rank), WEIGHT_DTYPES)
+    if kind == "gated":
+        yield TensorSpec(f"{prefix}gate_proj.weight", (rank, hidden + rank), WEIGHT_DTYPES)
+        yield TensorSpec(f"{prefix}gate_proj.bias", (rank,), WEIGHT_DTYPES)
+    if kind == "rnn":
+        yield TensorSpec(f"{prefix}joint_proj.weight", (3 * rank, 2 * rank + hidden), WEIGHT_DTYPES)
+        yield TensorSpec(f"{prefix}joint_proj.bias", (3 * rank,), WEIGHT_DTYPES)
 
 
 def _nextn(config: DeepseekV4Config, quantised: bool) -> Iterator[TensorSpec]:

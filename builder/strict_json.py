@@ -121,6 +121,12 @@ class Fields:
             raise self.refused(name, found, f"expected a list of integers from {low} to {high}")
         return tuple(self.as_integer(f"{name}[{i}]", item, low, high) for i, item in enumerate(found))
 
+    def boolean(self, name: str, default: Any = ...) -> bool:
+        found = self.take(name, default)
+        if not isinstance(found, bool):
+            raise self.refused(name, found, "expected true or false")
+        return found
+
     def positive(self, name: str, default: Any = ...) -> float:
         found = self.take(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:

@@ -47,6 +47,7 @@ def load_engine_directory(
     folder = Path(folder)
     manifest = read_manifest(folder)
     index = read_weights_index(folder)
+    check_manifest(folder, manifest)
     verify_files(folder, manifest, index)
     for step in manifest.steps.values():
         if step.engine not in COMPILERS:
@@ -61,6 +62,36 @@ def load_engine_directory(
         engines[name] = COMPILERS[step.engine]().load(folder, step, weights, threads)
     progress(len(manifest.steps), len(manifest.steps))
     return LoadedEngine(folder, manifest, engines)
+
+
+def check_manifest(folder: Path, manifest: Manifest) -> None:
+    """Values that no build writes, and steps that do not make up an engine."""
+    build, speculative = manifest.build_config, manifest.speculative
+    wrong = [
+        f"{name} is {value}, expected {least} or more"
+        for name, value, least in (
+            ("build_config.tokens_per_page", build.tokens_per_page, 1),
+            ("build_config.max_seq_len", build.max_seq_len, 2),
+            ("build_config.vocab_size", build.vocab_size, 2),
+            ("speculative.draft_len", speculative.draft_len, 0),
+        )
+        if value < least
+    ]
+    drafts = sorted(set(manifest.steps) - {"target"})
+    if "target" not in manifest.steps:
+        wrong.append(f"steps holds {', '.join(drafts) or 'nothing'}, expected target among them")
+    if (speculative.method == "none") != (speculative.draft_len == 0) or (speculative.method == "none" and drafts):
+        wrong.append(
+            f"speculative.method is {speculative.method}, draft_len {speculative.draft_len} and the draft steps are "
+            f"{', '.join(drafts) or 'none'}, which do not go together"
+        )
+    proposed = [b for s in manifest.steps.values() if s.name == "propose" for b in s.bindings if b.name == "tokens"]
+    if proposed and proposed[0].shape[1] != speculative.draft_len:
+        wrong.append(
+            f"speculative.draft_len is {speculative.draft_len}, but step propose drafts {proposed[0].shape[1]}"
+        )
+    if wrong:
+        raise EngineError(f"{folder / CONFIG_FILE}: {'; '.join(wrong)}; rebuild the engine")
 
 
 def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from twostroke.engines.errors import EngineError
 
@@ -57,6 +58,10 @@ class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kept = (position % self.ratio if self.ratio else 0) + self.lookback
             return range(max(0, position - kept), position)
         return range(position // self.tokens_per_row)
+
+    def bytes_for(self, slots: int, pages: int) -> int:
+        """Bytes of the whole tensor."""
+        return self.total_rows(slots, pages) * self.width * np.dtype(self.dtype).itemsize
 
     def total_rows(self, slots: int, pages: int) -> int:
         """Rows of the whole tensor for `slots` slots (scratch included) and `pages` pages (scratch included)."""

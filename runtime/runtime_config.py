@@ -18,9 +18,10 @@ class RuntimeConfig:
     `max_batch_size` requests run at once, more wait; without it as many as the build recorded. `max_num_tokens` prompt
     tokens go through one prefill step. With `draft_length` below the engine's block dspark drafts the full block and
     cuts it, mtp stops early: either way the proposals of shared positions are those of the full block; 0 decodes
-    plainly. `confidence_threshold` verifies the leading drafts whose confidence reaches it (0: all).
-    `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them. `kv_pages` pages are
-    shared by all requests, scratch not counted. The host reads results `lag` iterations behind the launch.
+    plainly. `confidence_threshold` verifies the leading drafts whose confidence reaches it (0: all); a draft that gives
+    none refuses it. `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them.
+    `kv_pages` pages are shared by all requests, scratch not counted. The host reads results `lag` iterations behind the
+    launch.
     """
 
     max_batch_size: int | None = None
@@ -86,6 +87,11 @@ class RuntimeConfig:
                 f"confidence_threshold is {self.confidence_threshold}, but nothing is drafted (draft method "
                 f"{manifest.speculative.method}, draft_length {draft_length}); leave it out"
             )
+        if self.confidence_threshold > 0 and not _gives_confidence(manifest):
+            raise ConfigError(
+                f"confidence_threshold is {self.confidence_threshold}, but the engine's draft "
+                f"({manifest.speculative.method}) gives no confidence for its tokens; leave it out"
+            )
         max_seq_len = build.max_seq_len if self.max_seq_len is None else self.max_seq_len
         if max_seq_len > build.max_seq_len:
             raise ConfigError(
@@ -136,6 +142,12 @@ class Limits:
     def rows(self) -> int:
         """T: rows the target judges per request and iteration."""
         return self.draft_length + 1
+
+
+def _gives_confidence(manifest: Manifest) -> bool:
+    """Whether a step says how sure the draft is of its tokens."""
+    bindings = (binding for step in manifest.steps.values() for binding in step.bindings)
+    return any(binding.name == "confidence" and binding.role == "output" for binding in bindings)
 
 
 def _at_least(name: str, value: int, lowest: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from twostroke.engines.errors import RequestError
+from twostroke.engines.errors import ConfigError, RequestError
 from twostroke.engines.loading import LoadedEngine
 from twostroke.engines.manifest import SCRATCH_SLOT
 from twostroke.plugins.accept import FinishReason, SamplingSlots
@@ -32,7 +32,7 @@ from twostroke.runtime.request import (
     draft_depth,
     token_limit,
 )
-from twostroke.runtime.runtime_config import RuntimeConfig
+from twostroke.runtime.runtime_config import Limits, RuntimeConfig
 from twostroke.runtime.slots import Slots
 from twostroke.runtime.speculation import DraftFactory, NoDraft, draft_method
 from twostroke.runtime.state import State
@@ -84,6 +84,24 @@ class Scheduler:
     ) -> None:
         manifest = loaded.manifest
         self.limits = limits = config.limits(manifest)
+        try:
+            self._allocate(loaded, limits, draft, poison)
+        except MemoryError as error:
+            state = sum(t.bytes_for(limits.slots, limits.pages + 1) for t in manifest.state)
+            raise ConfigError(
+                f"not enough memory for max_batch_size {limits.max_batch_size}, max_seq_len {limits.max_seq_len} and "
+                f"max_num_tokens {limits.max_num_tokens}, whose state alone takes {state:,} bytes ({error}); ask for "
+                "less"
+            ) from None
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._running: dict[int, _Entry] = {}
+        self._aborted: list[Progress] = []
+        self._ended: dict[str, _Ended] = {}
+
+    def _allocate(self, loaded: LoadedEngine, limits: Limits, draft: DraftFactory | None, poison: bool) -> None:
+        """Everything whose size the limits decide."""
+        manifest = loaded.manifest
         self.counters = EngineCounters()
         self.state = State(manifest.state, limits.slots, limits.pages + 1, poison=poison)
         self.page_table = PageTable(limits.slots, limits.pages, limits.pages_per_slot, limits.tokens_per_page)
@@ -103,11 +121,6 @@ class Scheduler:
         )
         self._prefill = Prefill(*parts)
         self._iteration = Iteration(*parts)
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[_Entry] = deque()
-        self._running: dict[int, _Entry] = {}
-        self._aborted: list[Progress] = []
-        self._ended: dict[str, _Ended] = {}
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Prepares every iteration shape before the first request; `progress(done, total)`."""

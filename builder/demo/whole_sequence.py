@@ -385,7 +385,8 @@ def _last_stage(config: Config) -> str:
 
 
 def markov_bias(config: Config, weights: Weights, previous: Tensor) -> Tensor:
-    """Token ids [...] -> bias [..., V] on the next token's logits; used at every position, the first included."""
+    """Token ids [...] -> bias [..., V] on the next token's logits; used at every position, the first included. Vanilla
+    head: the one the demo model has."""
     head = f"{_last_stage(config)}.markov_head"
     return F.linear(weights[f"{head}.markov_w1.weight"][previous], weights[f"{head}.markov_w2.weight"])
 

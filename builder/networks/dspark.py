@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from twostroke.builder.config import DSPARK_BLOCKS, DeepseekV4Config, DSparkConfig, ModelConfig
 from twostroke.builder.networks.deepseek_v4 import HyperConnected, Projections
+from twostroke.builder.networks.draft_heads import MARKOV_HEADS, ConfidenceHead
 from twostroke.builder.networks.layers import (
     Linear,
     RMSNorm,
@@ -32,9 +33,8 @@ from twostroke.builder.networks.layers import (
 )
 from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import StateTensor
-from twostroke.plugins.flat_step import ring_targets, scatter_rows
+from twostroke.plugins.flat_step import ring_targets, scatter_rows, take
 from twostroke.plugins.hyper_connection.torch_op import HC_HEAD
-from twostroke.plugins.markov_head.torch_op import MARKOV_PICKS
 from twostroke.plugins.nsa.torch_op import NSA_BLOCK
 
 
@@ -91,23 +91,6 @@ class BlockAttention(Projections):
         return self.output(out, block.turn), state
 
 
-class MarkovHead(nn.Module):
-    """Low-rank bigram bias: markov_w1 [V, r] embeds the token before, markov_w2 [V, r] scores the next."""
-
-    def __init__(self, vocab: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = Linear(rank, vocab)
-        self.markov_w2 = Linear(rank, vocab)
-
-
-class ConfidenceHead(nn.Module):
-    """proj [1, D + r], no bias."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = Linear(width, 1)
-
-
 class Stage(HyperConnected):
     """One draft layer. As in the checkpoint, the first also holds the context projection and the last the heads."""
 
@@ -123,8 +106,10 @@ class Stage(HyperConnected):
             self.norm = RMSNorm(hidden, config.rms_norm_eps)
             self.hc_head_fn, self.hc_head_base = weight(streams, streams * hidden), weight(streams)
             self.hc_head_scale = weight(1)
-            self.markov_head = MarkovHead(config.vocab_size, dspark.markov_rank)
-            self.confidence_head = ConfidenceHead(hidden + dspark.markov_rank)
+            rank = dspark.markov_rank
+            self.markov_head = MARKOV_HEADS[dspark.markov_head_type](config.vocab_size, rank, hidden)
+            width = hidden + (rank if dspark.confidence_head_with_markov else 0)
+            self.confidence_head = ConfidenceHead(width) if dspark.enable_confidence_head else None
 
 
 class DSpark(nn.Module):
@@ -213,7 +198,8 @@ class Propose(DSpark):
         noise: Tensor,
         *context: Tensor,
     ) -> tuple[Tensor, ...]:
-        """tokens [R, G] (i32), logits [R, G, V], confidence [R, G]; context is read, never written."""
+        """tokens [R, G] (i32), logits [R, G, V], and confidence [R, G] where the draft has that head; context is read,
+        never written."""
         config, gamma, requests = self.config, self.dspark.block_size, anchor.shape[0]
         anchor, position, slot = anchor.long(), position.long(), slot.long()
         filler = torch.full((requests, gamma - 1), self.dspark.noise_token_id, dtype=torch.int64)
@@ -229,21 +215,21 @@ class Propose(DSpark):
         hidden = HC_HEAD.overload(
             streams, last.hc_head_fn, last.hc_head_base, last.hc_head_scale, config.hc_eps, config.rms_norm_eps
         )
-        base = self.head(last.norm(hidden))
-        return MARKOV_PICKS.overload(
-            base.reshape(requests, gamma, -1),
-            hidden.reshape(requests, gamma, -1),
-            anchor,
-            last.markov_head.markov_w1.weight,
-            last.markov_head.markov_w2.weight,
-            last.confidence_head.proj.weight,
-            inverse_temperature,
-            noise,
-        )
+        base = self.head(last.norm(hidden)).reshape(requests, gamma, -1)
+        hidden = hidden.reshape(requests, gamma, -1)  # before the norm: what V4's heads read
+        tokens, logits = last.markov_head(base, hidden, anchor, inverse_temperature, noise)
+        if last.confidence_head is None:
+            return tokens, logits
+        embedded = None
+        if self.dspark.confidence_head_with_markov:
+            previous = torch.cat([anchor[:, None], tokens[:, :-1].long()], dim=1)
+            embedded = take(last.markov_head.markov_w1.weight, previous)
+        return tokens, logits, last.confidence_head(hidden, embedded)
 
     def step(self) -> StepSpec:
         """The declaration of the propose step."""
         gamma, vocab = self.dspark.block_size, self.config.vocab_size
+        confidence = (step_output("confidence", "R", gamma),) if self.dspark.enable_confidence_head else ()
         return StepSpec(
             "propose",
             self,
@@ -258,7 +244,7 @@ class Propose(DSpark):
             (
                 step_output("tokens", "R", gamma, dtype="int32"),
                 step_output("logits", "R", gamma, vocab),
-                step_output("confidence", "R", gamma),
+                *confidence,
             ),
             self.state,
             (),

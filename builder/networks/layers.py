@@ -33,6 +33,17 @@ class Linear(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
+class Affine(Linear):
+    """y = x W^T + b. bias [out]."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.bias = weight(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, fp32."""
 

@@ -75,12 +75,6 @@ def _no_draft(config: ModelConfig, max_draft_len: int | None) -> Draft:
 def _dspark(config: DeepseekV4Config, max_draft_len: int | None) -> Draft:
     settings = config.dspark
     assert settings is not None, "draft detection chose dspark without its config"
-    for name in ("enable_confidence_head", "confidence_head_with_markov"):
-        if not getattr(settings, name):
-            raise BuildError(
-                f"the config's {name} is false; dspark is implemented with a confidence head that reads the markov "
-                "embedding too; build with --draft none"
-            )
     if max_draft_len not in (None, settings.block_size):
         raise BuildError(
             f"--max-draft-len is {max_draft_len}, but dspark drafts the block it was trained for, dspark_block_size = "

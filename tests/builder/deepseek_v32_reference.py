@@ -195,12 +195,14 @@ class Alignment:
     chain_shift: int = 0  # that of a drafted row, which is made of the recycled hidden i, too
     every_row: bool = True  # draft-extend over all committed rows, not over the last alone
     recycled_after_norm: bool = True  # a chain goes on from g = shared_head.norm(y), not from y
+    first_embedding: bool = True  # the row of position 0 has its embedding, which vLLM masks
 
     def hidden(self, target: Target) -> Array:
         return target.hidden if self.after_norm else target.before_norm
 
 
 RIGHT = Alignment()
+MASKED_FIRST = Alignment(first_embedding=False)
 UNIFORM_SHIFT = Alignment(shift=1)  # no mistake to be seen: rope and indexer know only differences of positions
 MISTAKES: Mapping[str, Alignment] = {
     "token i beside hidden i": Alignment(token_shift=0),
@@ -229,6 +231,8 @@ class Drafter:
         network, at, weights = self.network, f"model.layers.{self.network.layers}", self.network.weights
         embedding, head = f"{at}.embed_tokens.weight", f"{at}.shared_head.head"  # own ones, or copies, or absent
         emb = weights[embedding if embedding in weights else "model.embed_tokens.weight"][ids]
+        if not self.alignment.first_embedding:
+            emb = np.where(positions[:, None] == 0, 0.0, emb)
         parts = [network.norm(f"{at}.enorm", emb), network.norm(f"{at}.hnorm", hidden)]
         u = network.linear(f"{at}.eh_proj", np.concatenate(parts if self.alignment.embedding_first else parts[::-1], 1))
         y = network.layer(at, u, positions, self.memory)[-1:]

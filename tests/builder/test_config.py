@@ -96,7 +96,7 @@ def test_wrong_type_or_range_is_refused_with_field_and_value(name: str, value: A
         ("quantization_config", {"quant_method": "fp8"}),
         ("expert_dtype", "fp4"),
         ("torch_dtype", "float16"),
-        ("dspark_markov_head_type", "gated"),
+        ("dspark_markov_head_type", "mlp"),
         ("dspark_target_layer_ids", [3, 4, 6]),
         ("dspark_target_layer_ids", [3, 3]),
         ("dspark_noise_token_id", 320),
@@ -226,6 +226,20 @@ def test_confidence_flags_are_read_from_every_place() -> None:
         assert parse(**flags).dspark.enable_confidence_head is False
     assert "dspark_enable_confidence_head" in refusal(enable_confidence_head="no")
     assert "enable_confidence_head" in refusal(F4_PLAIN, enable_confidence_head=True), "means nothing without DSpark"
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_markov_head_types_are_read_from_every_place(kind: str) -> None:
+    assert parse(dspark_markov_head_type=kind).dspark.markov_head_type == kind
+    nested = {**BARE_DSPARK, "markov_head_type": kind}
+    assert parse(**without_dspark(dspark_config=nested)).dspark.markov_head_type == kind
+    assert parse().dspark.markov_head_type == "vanilla", "the release does not say"
+
+
+@pytest.mark.parametrize("kind", ["mlp", "Gated", None, ["rnn"], 1])
+def test_unknown_markov_head_type_is_answered_with_the_known_ones(kind: Any) -> None:
+    message = refusal(dspark_markov_head_type=kind)
+    assert f"dspark_markov_head_type is {kind!r}; accepted: vanilla, gated, rnn" in message
 
 
 def test_incomplete_or_foreign_dspark_settings_are_refused() -> None:

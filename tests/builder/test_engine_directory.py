@@ -20,10 +20,10 @@ import pytest
 from twostroke.builder import build as build_module
 from twostroke.builder.build import BuildOptions, build
 from twostroke.builder.engine_directory import staging
-from twostroke.engines.errors import BuildError, ConfigError, EngineError
+from twostroke.engines.errors import BuildError, EngineError
 from twostroke.engines.loading import load_engine_directory
 from twostroke.engines.manifest import Manifest, read_manifest
-from twostroke.tests.checkpoints import F4, F4_PLAIN, with_overrides, write_checkpoint
+from twostroke.tests.checkpoints import F4_PLAIN, with_overrides, write_checkpoint
 
 # One layer, no draft: a second to export.
 ONE_LAYER = with_overrides(
@@ -241,34 +241,6 @@ def test_an_impossible_choice_is_refused_before_anything_is_written(
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("flag", ["enable_confidence_head", "confidence_head_with_markov"])
-def test_a_confidence_head_of_another_form_is_refused_before_anything_is_written(tmp_path: Path, flag: str) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoint", F4, **{flag: False})
-    message = refusal(folder, tmp_path / "engine")
-    assert flag in message
-    assert "--draft none" in message
-
-
-@pytest.mark.parametrize("ratio", [6, 512])
-def test_a_csa_ratio_that_does_not_fill_pages_is_refused(tmp_path: Path, ratio: int) -> None:
-    """A page would hold the rows of fewer tokens than the page table counts, and rows would land in others' pages."""
-    types = ["compressed_sparse_attention"]
-    folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER, compress_ratios=[ratio], layer_types=types)
-    with pytest.raises(ConfigError, match=f"compress_ratios .* {ratio} .*256"):
-        build(folder, tmp_path / "engine", BuildOptions())
-    assert not (tmp_path / "engine").exists()
-
-
-@pytest.mark.parametrize("ids", [320, [1, 320], -1])
-def test_end_of_text_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: object) -> None:
-    """Else the engine loads and refuses every request."""
-    folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    message = refusal(folder, tmp_path / "engine")
-    assert str(folder / "generation_config.json") in message
-    assert "0..319" in message
-
-
 @pytest.mark.parametrize("content", ["[", "[]", '{"eos_token_id": "two"}', '{"eos_token_id": [1, true]}'])
 def test_a_broken_generation_config_is_named(tmp_path: Path, content: str) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", ONE_LAYER)
@@ -317,3 +289,25 @@ def test_a_second_build_to_the_same_place_is_refused_while_the_first_runs(tmp_pa
         with pytest.raises(BuildError, match="another build"), staging(tmp_path / "engine", replace=False):
             pass
         assert (folder / "half").exists()
+
+
+def filled(destination: Path) -> None:
+    with staging(destination, replace=False) as folder:
+        (folder / "config.json").write_text("{}")
+
+
+def test_a_link_to_an_empty_folder_stays_a_link_and_the_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    filled(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_empty_current_folder_can_be_the_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    filled(Path())
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -73,6 +73,13 @@ def test_draft_tensors_follow_the_drafter_settings() -> None:
 
     assert "mtp.2.confidence_head.proj.weight" not in shapes(enable_confidence_head=False)
     assert shapes(confidence_head_with_markov=False)["mtp.2.confidence_head.proj.weight"] == (1, 64)
+    assert not any("_proj" in name for name in shapes() if "markov_head" in name)
+    gated = shapes(dspark_markov_head_type="gated")
+    assert gated["mtp.2.markov_head.gate_proj.weight"] == (8, 64 + 8)
+    assert gated["mtp.2.markov_head.gate_proj.bias"] == (8,)
+    rnn = shapes(dspark_markov_head_type="rnn")
+    assert rnn["mtp.2.markov_head.joint_proj.weight"] == (24, 2 * 8 + 64)
+    assert rnn["mtp.2.markov_head.joint_proj.bias"] == (24,)
     assert "mtp.1.markov_head.markov_w1.weight" in shapes(dspark_target_layer_ids=[4, 5]), (
         "the last stage holds the heads"
     )

@@ -216,6 +216,26 @@ def test_a_step_whose_file_nobody_recorded(engine: Path) -> None:
     assert "step propose is in propose.portable.onnx, which is none of the directory's files" in refusal(engine)
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda c: c["build_config"].update(tokens_per_page=0),
+            "build_config.tokens_per_page is 0, expected 1 or more",
+        ),
+        (lambda c: c["steps"].pop("target"), "steps holds observe, propose, expected target among them"),
+        (lambda c: c["speculative"].update(method="none"), "speculative.method is none, draft_len 5"),
+        (lambda c: c["speculative"].update(draft_len=9), "draft_len is 9, but step propose drafts 5"),
+        (lambda c: c["speculative"].update(draft_len=0), "speculative.method is dspark, draft_len 0"),
+    ],
+)
+def test_values_that_no_build_writes(engine: Path, edit: Callable[[dict[str, Any]], None], words: str) -> None:
+    reseal(engine, edit)
+    message = refusal(engine)
+    assert words in message
+    assert "rebuild the engine" in message
+
+
 def test_a_manifest_that_names_other_bindings_than_the_graph(engine: Path) -> None:
     reseal(engine, rename_binding)
     message = refusal(engine)

@@ -186,22 +186,32 @@ def experts(where: Layout, seed: int) -> Values:
     }
 
 
-def markov(where: Layout, seed: int) -> Values:
-    requests = 3 if where is FIRST else 5
-    base = normal(seed, requests, 4, 9)
-    base[0] = 0.0  # with a zero embedding of its anchor, the first pick is a tie of all tokens
-    w1 = normal(seed + 2, 9, 2)
-    w1[0] = 0.0
-    return {
-        "base_logits": base,
-        "hidden": normal(seed + 1, requests, 4, 6),
-        "anchor": torch.tensor([0, 3, 8, 1, 1])[:requests],
-        "w1": w1,
-        "w2": normal(seed + 3, 9, 2),
-        "confidence_proj": normal(seed + 4, 1, 8),
-        "inverse_temperature": torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0])[:requests],
-        "noise": torch.zeros(requests, 4, 9) if seed % 2 else normal(seed + 5, requests, 4, 9) * torch.eye(4, 9),
-    }
+def markov(kind: str) -> Callable[[Layout, int], Values]:
+    def values(where: Layout, seed: int) -> Values:
+        requests = 3 if where is FIRST else 5
+        base = normal(seed, requests, 4, 9)
+        w1 = normal(seed + 2, 9, 2)
+        if kind == "vanilla":
+            base[0] = 0.0  # with a zero embedding of its anchor, the first pick is a tie of all tokens
+            w1[0] = 0.0
+        hidden = {} if kind == "vanilla" else {"hidden": normal(seed + 1, requests, 4, 6)}
+        joined = {
+            "vanilla": {},
+            "gated": {"gate_weight": normal(seed + 4, 2, 8), "gate_bias": normal(seed + 6, 2)},
+            "rnn": {"joint_weight": normal(seed + 4, 6, 10), "joint_bias": normal(seed + 6, 6)},
+        }
+        return {
+            "base_logits": base,
+            **hidden,
+            "anchor": torch.tensor([0, 3, 8, 1, 1])[:requests],
+            "w1": w1,
+            "w2": normal(seed + 3, 9, 2),
+            **joined[kind],
+            "inverse_temperature": torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0])[:requests],
+            "noise": torch.zeros(requests, 4, 9) if seed % 2 else normal(seed + 5, requests, 4, 9) * torch.eye(4, 9),
+        }
+
+    return values
 
 
 # op, input values, dynamic dimensions by input, attributes in the op's order
@@ -285,10 +295,19 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
     ),
     "markov_picks": (
         "markov_picks",
-        markov,
-        dict.fromkeys(("base_logits", "hidden", "anchor", "inverse_temperature", "noise"), ("R",)),
+        markov("vanilla"),
+        dict.fromkeys(("base_logits", "anchor", "inverse_temperature", "noise"), ("R",)),
         (),
     ),
+    **{
+        f"markov_picks_{kind}": (
+            f"markov_picks_{kind}",
+            markov(kind),
+            dict.fromkeys(("base_logits", "hidden", "anchor", "inverse_temperature", "noise"), ("R",)),
+            (),
+        )
+        for kind in ("gated", "rnn")
+    },
 }
 
 

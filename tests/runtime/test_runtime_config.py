@@ -3,9 +3,11 @@
 import pytest
 
 from twostroke.engines.errors import ConfigError
-from twostroke.engines.manifest import BuildConfig, Manifest, Speculative
+from twostroke.engines.manifest import Binding, BuildConfig, Manifest, Speculative, Step
 from twostroke.runtime.buckets import choose_bucket, default_buckets, iteration_shape, prefill_buckets, prefill_shape
 from twostroke.runtime.runtime_config import RuntimeConfig
+
+PROPOSE = Step("propose", "onnxruntime", "portable", "", (Binding("confidence", "float32", ("R", 5), "output"),))
 
 
 def manifest(draft_len: int = 5, max_seq_len: int = 128, max_batch_size: int = 8) -> Manifest:
@@ -15,7 +17,7 @@ def manifest(draft_len: int = 5, max_seq_len: int = 128, max_batch_size: int = 8
         pretrained_config={},
         build_config=BuildConfig(max_seq_len, draft_len, 4, 320, (1,), 0, max_batch_size=max_batch_size),
         speculative=Speculative("dspark", draft_len, 192),
-        steps={},
+        steps={"propose": PROPOSE},
         state=(),
         files={},
     )

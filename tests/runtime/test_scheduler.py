@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from twostroke.engines.errors import RequestError
+from twostroke.engines.errors import ConfigError, RequestError
 from twostroke.engines.loading import LoadedEngine, load_engine_directory
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
@@ -508,3 +508,8 @@ def test_churn_gives_every_request_its_own_tokens(oracle: Oracle, buckets: tuple
         assert answer.tokens == expected[: len(answer.tokens)]
         if answer.finish_reason == "length":
             assert answer.tokens == expected
+
+
+def test_more_requests_than_memory_holds_are_refused_with_the_bytes_they_take(f4_engine: LoadedEngine) -> None:
+    with pytest.raises(ConfigError, match=r"not enough memory for max_batch_size 100000000, .* takes [\d,]+ bytes"):
+        Scheduler(f4_engine, RuntimeConfig(max_batch_size=100_000_000, cuda_graph_batch_sizes=(1,)))

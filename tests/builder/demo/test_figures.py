@@ -15,7 +15,7 @@ from twostroke.builder.demo.shape import NOISE
 from twostroke.builder.demo.tokenizer import train_tokenizer
 
 FOLDERS = Path(__file__).parents[3] / "runtime" / "demo"
-INSTALLED = ("v4-dspark",)
+INSTALLED = ("v4-dspark", "v32-mtp")
 TOKENS_AN_ITERATION = {"v4-dspark": 2.5, "v32-mtp": 1.9}
 
 
