@@ -56,8 +56,9 @@ class BuildOptions:
 
     `draft_checkpoint` is a folder that holds the drafter alone. `max_seq_len` None takes the config's limit, at most
     DEFAULT_MAX_SEQ_LEN; `max_draft_len` None the draft method's own block; `force_draft_len` takes another than the
-    block dspark was trained for. The backends and the dtype are the engine's first where they are None.
-    `max_batch_size` is recorded as the runtime's default. `force` replaces an engine directory.
+    block dspark was trained for. The backends and the dtype are the engine's first where they are None;
+    `index_key_dtype` is how the lightning indexers of target and draft keep their keys. `max_batch_size` is recorded as
+    the runtime's default. `force` replaces an engine directory.
     """
 
     engine: str = "onnxruntime"
@@ -65,6 +66,7 @@ class BuildOptions:
     draft_checkpoint: Path | None = None
     max_seq_len: int | None = None
     max_draft_len: int | None = None
+    index_key_dtype: str = "float32"
     force: bool = False
     force_draft_len: bool = False
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
@@ -102,6 +104,12 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     tensors = target.target_tensors(config) if method == "none" else target.all_tensors(config)
     checkpoint.check(tensors)
     config, trained_len = _with_block(config, method, options)
+    if options.index_key_dtype not in target.index_keys:
+        raise BuildError(
+            f"--index-key-dtype is {options.index_key_dtype}, but {config.model_type} keeps its index keys in "
+            f"{' or '.join(target.index_keys)}"
+        )
+    config = target.index_keys[options.index_key_dtype](config)
     draft = target.drafts[method](config, options.max_draft_len)
     if refusal := depth_refusal(options.engine, decode_backend, draft.block_size):
         raise BuildError(refusal)
@@ -144,6 +152,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
                 prefill_backend=prefill_backend,
                 decode_backend=decode_backend,
                 kv_cache_dtype=kv_cache_dtype,
+                index_key_dtype=options.index_key_dtype,
             ),
             speculative=Speculative(method, draft.block_size, draft.taps_width, trained_len),
             steps=steps,
@@ -195,7 +204,7 @@ def _all_state(groups: object) -> tuple[StateTensor, ...]:
     found: dict[str, StateTensor] = {}
     for group in groups:  # type: ignore[attr-defined]
         for tensor in group:
-            found.setdefault(tensor.name, tensor)
+            assert found.setdefault(tensor.name, tensor) == tensor, f"two steps declare {tensor.name} differently"
     return tuple(found.values())
 
 

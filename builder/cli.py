@@ -33,6 +33,12 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-seq-len", metavar="N", type=int, help="longest sequence (the config's limit, at most 8192)"
     )
+    parser.add_argument(
+        "--index-key-dtype",
+        default="float32",
+        choices=("float32", "fp8_e4m3"),
+        help="how the lightning indexer keeps its keys (float32); fp8_e4m3: rotated and quantised, as published",
+    )
     parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
     add_sglang_flags(parser)
 
@@ -51,6 +57,7 @@ def run_build(args: argparse.Namespace) -> int:
         draft_checkpoint=args.draft_checkpoint,
         max_seq_len=args.max_seq_len,
         max_draft_len=launch.draft_len,
+        index_key_dtype=args.index_key_dtype,
         force=args.force,
         force_draft_len=args.force_draft_len,
         max_batch_size=DEFAULT_MAX_BATCH_SIZE if launch.max_batch_size is None else launch.max_batch_size,

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from twostroke.builder.alias_lint import check_aliases, order_reads_before_writes
 from twostroke.builder.networks.layers import StepSpec
-from twostroke.engines.manifest import Binding
+from twostroke.engines.manifest import Binding, StateTensor
 from twostroke.plugins.onnx_body import inline_bodies, quiet, to_onnx
 
 
@@ -29,16 +29,16 @@ class ExportedStep:
     bindings: tuple[Binding, ...]
 
 
-def rows_letter(state: str) -> str:
-    """Named dimension of a state tensor's rows."""
-    return f"{state}.rows"
+def lines_letter(tensor: StateTensor) -> str:
+    """Named dimension of a state tensor's array: rows, or packed pages."""
+    return f"{tensor.name}.{'pages' if tensor.planes else 'rows'}"
 
 
 def step_bindings(spec: StepSpec) -> tuple[Binding, ...]:
     """Every binding of a step but its weights: inputs, state, outputs, and the new state aliased to the old."""
-    state = tuple(Binding(t.name, t.dtype, (rows_letter(t.name), t.width), "state") for t in spec.state)
+    state = tuple(Binding(t.name, t.dtype, (lines_letter(t), t.line), "state") for t in spec.state)
     after = tuple(
-        Binding(f"{t.name}.next", t.dtype, (rows_letter(t.name), t.width), "output", alias=t.name)
+        Binding(f"{t.name}.next", t.dtype, (lines_letter(t), t.line), "output", alias=t.name)
         for t in spec.state
         if t.name in spec.writes
     )
@@ -56,10 +56,10 @@ def export_program(spec: StepSpec) -> torch.export.ExportedProgram:
         return {axis: dims[letter] for axis, letter in letters.items()}
 
     state = [b for b in step_bindings(spec) if b.role == "state"]
-    rows = {rows_letter(t.name): t.total_rows(spec.sizes["S"], spec.sizes.get("pages", 2)) for t in spec.state}
+    lines = {lines_letter(t): t.shape(spec.sizes["S"], spec.sizes.get("pages", 2))[0] for t in spec.state}
 
     def example(binding: Binding) -> torch.Tensor:
-        shape = [d if isinstance(d, int) else {**spec.sizes, **rows}[d] for d in binding.shape]
+        shape = [d if isinstance(d, int) else {**spec.sizes, **lines}[d] for d in binding.shape]
         return torch.zeros(shape, dtype=getattr(torch, binding.dtype))
 
     arguments = tuple(example(b) for b in (*spec.inputs, *state))

@@ -49,6 +49,7 @@ def load_engine_directory(
     index = read_weights_index(folder)
     check_manifest(folder, manifest)
     verify_files(folder, manifest, index)
+    verify_state(folder, manifest)
     for step in manifest.steps.values():
         if step.engine not in COMPILERS:
             raise EngineError(
@@ -122,6 +123,23 @@ def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
             or hashlib.sha256(length + header).hexdigest() != expected.header_sha256
         ):
             raise EngineError(f"{folder}: checkpoint shard {path} changed since the build; rebuild the engine")
+
+
+def verify_state(folder: Path, manifest: Manifest) -> None:
+    """Checks that every step reads and writes the memory that the manifest has the runtime allocate."""
+    declared = {tensor.name: tensor for tensor in manifest.state}
+    for step in manifest.steps.values():
+        for binding in step.bindings:
+            if binding.role != "state":
+                continue
+            tensor = declared.get(binding.name)
+            found = f"{binding.dtype} lines of {binding.shape[-1]}"
+            expected = "nothing" if tensor is None else f"{tensor.dtype} lines of {tensor.line} ({tensor.layout})"
+            if tensor is None or (tensor.dtype, tensor.line) != (binding.dtype, binding.shape[-1]):
+                raise EngineError(
+                    f"{folder}: step {step.name} keeps {binding.name} as {found}, the manifest declares {expected}; "
+                    "rebuild the engine"
+                )
 
 
 def file_hash(path: Path) -> str:

@@ -40,6 +40,9 @@ class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `paged` rows are found through the page table (`rows` a page), `ring` position p sits at `slot*rows + p % rows`,
     `linear` row w at `slot*rows + w`. A row covers `tokens_per_row` tokens. A resumed ring needs the last
     `(P % ratio if ratio else 0) + lookback` positions.
+
+    The array is [all rows, width]. In a packed layout a row does not lie in one piece: with `planes` the array is
+    [pages, rows * width], and a page holds for each plane the pieces of that size of all its rows, row by row.
     """
 
     name: str
@@ -51,6 +54,11 @@ class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str = "rows"
     ratio: int = 0
     lookback: int = 0
+    planes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.planes and (self.addressing != "paged" or sum(self.planes) != self.width):
+            raise ValueError(f"state {self.name}: planes {self.planes} must be paged and add up to width {self.width}")
 
     def live(self, position: int) -> range:
         """Logical rows needed to resume when `position` tokens are committed: positions for rings, row numbers else."""
@@ -66,6 +74,15 @@ class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def total_rows(self, slots: int, pages: int) -> int:
         """Rows of the whole tensor for `slots` slots (scratch included) and `pages` pages (scratch included)."""
         return self.rows * (pages if self.addressing == "paged" else slots)
+
+    @property
+    def line(self) -> int:
+        """Elements of one line of the array: a row, or a packed page."""
+        return self.rows * self.width if self.planes else self.width
+
+    def shape(self, slots: int, pages: int) -> tuple[int, int]:
+        """Shape of the array for that many slots and pages."""
+        return self.total_rows(slots, pages) // (self.rows if self.planes else 1), self.line
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +102,8 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per iteration the state rings have room for.
 
     `max_batch_size` is what the runtime takes where it is told nothing else: no dimension depends on it. The two
-    backends are names of `attention_backends`; `kv_cache_dtype` is the dtype of the state tensors."""
+    backends are names of `attention_backends`; `kv_cache_dtype` is the dtype of the state tensors, but for index keys:
+    `index_key_dtype` says whether those of target and draft are rows like all others, or rotated and packed in fp8."""
 
     max_seq_len: int
     max_draft_len: int
@@ -98,6 +116,7 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_backend: str = "portable"
     decode_backend: str = "portable"
     kv_cache_dtype: str = "float32"
+    index_key_dtype: str = "float32"
 
 
 class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ from twostroke.plugins.op import NAMESPACE, Op
 
 OPSET = 18
 _EXAMPLE_SIZES = (12, 7, 5, 9, 11, 6, 10, 8, 13, 14, 15, 16)
-_TYPES = ["tensor(float)", "tensor(int64)", "tensor(int32)", "tensor(bool)"]
+_TYPES = ["tensor(float)", "tensor(int64)", "tensor(int32)", "tensor(uint8)", "tensor(bool)"]
 _ATTRIBUTE = {int: onnx.defs.OpSchema.AttrType.INT, bool: onnx.defs.OpSchema.AttrType.INT}
 _opset = onnxscript.values.Opset("", OPSET)
 
@@ -185,7 +185,7 @@ def _signature(node: ir.Node) -> _Signature:
 
 
 def _dtype(dtype: ir.DataType) -> str:
-    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "BOOL": "bool"}
+    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "UINT8": "uint8", "BOOL": "bool"}
     return names[dtype.name]
 
 

@@ -52,6 +52,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
             "prefill_backend": build.prefill_backend,
             "decode_backend": build.decode_backend,
             "kv_cache_dtype": build.kv_cache_dtype,
+            "index_key_dtype": build.index_key_dtype,
         },
         "steps": {name: _step(step) for name, step in manifest.steps.items()},
         "state": _state(manifest.state, build.tokens_per_page),
@@ -120,7 +121,7 @@ def render(report: dict[str, Any]) -> str:
     lines += [f"             {head} {'loaded' if there else 'missing'}" for head, there in speculation["heads"].items()]
     lines.append(
         f"attention    {attention['prefill_backend']} in prefill, {attention['decode_backend']} in verify and decode; "
-        f"memory in {attention['kv_cache_dtype']}"
+        f"memory in {attention['kv_cache_dtype']}, index keys in {attention['index_key_dtype']}"
     )
     for name, step in report["steps"].items():
         versions = ", ".join(f"{package} {version}" for package, version in step["versions"].items())
@@ -132,6 +133,10 @@ def render(report: dict[str, Any]) -> str:
     lines += [
         f"state        {state['tensors']} tensors; {state['bytes_per_token']:.1f} bytes a token, "
         f"{state['bytes_per_slot']} bytes a slot",
+        *(
+            f"             {layout}: {found['tensors']} tensors, {found['bytes_per_token']:g} bytes a token each"
+            for layout, found in state["packed"].items()
+        ),
         f"weights      {weights['bindings']} bindings, {weights['bytes']} bytes, "
         f"{weights['bytes_in_directory']} of them in the directory",
     ]
@@ -164,6 +169,14 @@ def _state(tensors: tuple[StateTensor, ...], tokens_per_page: int) -> dict[str, 
         "tensors": len(tensors),
         "bytes_per_token": sum(_row_bytes(tensor) * tensor.rows for tensor in paged) / tokens_per_page,
         "bytes_per_slot": sum(_row_bytes(tensor) * tensor.rows for tensor in fixed),
+        "packed": {
+            tensor.layout: {
+                "tensors": sum(other.layout == tensor.layout for other in paged),
+                "bytes_per_token": _row_bytes(tensor) * tensor.rows / tokens_per_page,
+            }
+            for tensor in paged
+            if tensor.planes
+        },
     }
 
 

@@ -13,7 +13,7 @@ Array = NDArray[np.generic]
 
 
 class State:
-    """Arrays [total_rows, width] for `slots` slots and `pages` pages, the scratch ones included.
+    """An array for each tensor, with `slots` slots and `pages` pages, the scratch ones included.
 
     `poison` fills them with NaN (all bits set where the type has none): what no token wrote must not matter.
     """
@@ -21,7 +21,7 @@ class State:
     def __init__(self, tensors: Iterable[StateTensor], slots: int, pages: int, *, poison: bool = False) -> None:
         self.tensors = tuple(tensors)
         self.arrays: Mapping[str, Array] = {
-            tensor.name: _allocate(tensor, tensor.total_rows(slots, pages), poison) for tensor in self.tensors
+            tensor.name: _allocate(tensor, tensor.shape(slots, pages), poison) for tensor in self.tensors
         }
 
     @property
@@ -36,10 +36,10 @@ class State:
     def live_rows(self, slot: int, position: int, page_table: NDArray[np.int32]) -> dict[str, Array]:
         """Copies of the rows that `slot` needs to resume with `position` tokens committed, in logical order.
 
-        page_table [S, P], wide enough for `position`.
+        page_table [S, P], wide enough for `position`. The pieces of a packed row come side by side.
         """
         return {
-            tensor.name: self.arrays[tensor.name][_physical_rows(tensor, slot, position, page_table)]
+            tensor.name: _copy(tensor, self.arrays[tensor.name], _physical_rows(tensor, slot, position, page_table))
             for tensor in self.tensors
         }
 
@@ -54,9 +54,18 @@ def _physical_rows(tensor: StateTensor, slot: int, position: int, page_table: ND
     return slot * tensor.rows + logical
 
 
-def _allocate(tensor: StateTensor, rows: int, poison: bool) -> Array:
+def _copy(tensor: StateTensor, array: Array, rows: NDArray[np.intp]) -> Array:
+    if not tensor.planes:
+        return array[rows]
+    page, row = np.divmod(rows[:, None], tensor.rows)
+    starts = np.cumsum([0, *tensor.planes[:-1]]) * tensor.rows
+    columns = [start + row * size + np.arange(size) for start, size in zip(starts, tensor.planes, strict=True)]
+    return array[page, np.concatenate(columns, axis=1)]
+
+
+def _allocate(tensor: StateTensor, shape: tuple[int, int], poison: bool) -> Array:
     dtype = np.dtype(tensor.dtype)
-    array = np.zeros((rows, tensor.width), dtype)
+    array = np.zeros(shape, dtype)
     if poison and dtype.kind == "f":
         array.fill(np.nan)
     elif poison:

@@ -49,6 +49,16 @@ def t32_engine(t32_engine_dir: Path) -> LoadedEngine:
 
 
 @pytest.fixture(scope="session")
+def t32_fp8_engine() -> LoadedEngine:
+    """A compiled random T32 engine with its MTP layer and index keys in fp8, 128 features each as in a release."""
+    from twostroke.tests.checkpoints import T32
+    from twostroke.tests.engines import engine_directory
+
+    folder = engine_directory(T32, max_draft_len=5, index_key_dtype="fp8_e4m3", index_head_dim=128)
+    return load_engine_directory(folder)
+
+
+@pytest.fixture(scope="session")
 def t32_mtp_engine() -> LoadedEngine:
     """A compiled random T32 engine with its MTP layer, chains of up to five tokens."""
     from twostroke.tests.checkpoints import T32

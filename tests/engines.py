@@ -58,12 +58,13 @@ def engine_directory(
     draft: str = "auto",
     max_draft_len: int | None = None,
     force_draft_len: bool = False,
+    index_key_dtype: str = "float32",
     seed: int = 0,
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
     """The engine directory of a toy checkpoint; its checkpoint lies beside it as `checkpoint`."""
-    choices = [draft, max_draft_len, force_draft_len, seed, tokenizer, repr(sorted(overrides.items()))]
+    choices = [draft, max_draft_len, force_draft_len, index_key_dtype, seed, tokenizer, repr(sorted(overrides.items()))]
     key = json.dumps([sorted(config.items()), *choices], default=repr)
     place = CACHE / hashlib.sha256((code_hash() + key).encode()).hexdigest()[:16]
     with locked(place):
@@ -72,7 +73,11 @@ def engine_directory(
             if tokenizer:
                 write_byte_tokenizer(place / "checkpoint", {**config, **overrides}["vocab_size"])
             options = BuildOptions(
-                draft=draft, max_draft_len=max_draft_len, force_draft_len=force_draft_len, force=True
+                draft=draft,
+                max_draft_len=max_draft_len,
+                force_draft_len=force_draft_len,
+                index_key_dtype=index_key_dtype,
+                force=True,
             )
             build(place / "checkpoint", place / "engine", options)
     return place / "engine"

@@ -18,7 +18,10 @@ LAYERS = {
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 # Where a package may be imported at all, as patterns of paths below the root.
 FRAMEWORKS = {
-    "torch": ("builder/", "plugins/*/reference.py", "plugins/*/torch_op.py", "plugins/*.py", "engines/inductor.py"),
+    "torch": (
+        *("builder/", "plugins/*.py", "plugins/*/reference.py", "plugins/*/torch_op.py", "plugins/nsa/index_keys.py"),
+        "engines/inductor.py",
+    ),
     "onnx": ("builder/", "plugins/*/onnx.py", "plugins/onnx_body.py"),
     "onnx_ir": ("builder/", "plugins/*/onnx.py", "plugins/onnx_body.py"),
     "onnxscript": ("builder/", "plugins/*/onnx.py", "plugins/onnx_body.py"),

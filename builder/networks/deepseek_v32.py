@@ -7,9 +7,10 @@
     logits = lm_head(norm(x))
 
 Attention is in its absorbed form: kv_b = [W_UK; W_UV] is applied to queries and outputs, so a token's memory is one row
-[c | k_pe] for all heads and one index key. Source: DeepSeek-V3.2 report, `spec/deepseek_v32.md`. Everything is fp32
-and index keys are stored unquantised and unrotated (section 5.3); parameter names are those of the released
-checkpoints, except that the experts of a layer are one bank.
+[c | k_pe] for all heads and one index key. Source: DeepSeek-V3.2 report, `spec/deepseek_v32.md`. Everything is fp32.
+Index keys are stored as they are, or rotated and in fp8 as the published code has them (section 5.3): a choice of the
+build for all layers. Parameter names are those of the released checkpoints, except that the experts of a layer are one
+bank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from twostroke.builder.networks.deepseek_v32_checkpoint import DeepseekV32Config
+from twostroke.builder.networks.deepseek_v32_checkpoint import FP8_INDEX_KEYS, DeepseekV32Config
 from twostroke.builder.networks.layers import (
     LayerNorm,
     Linear,
@@ -36,7 +37,8 @@ from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.all_reduce.torch_op import ALL_REDUCE
 from twostroke.plugins.moe.reference import swiglu
 from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_ROUTE_GROUPED
-from twostroke.plugins.nsa.torch_op import NSA_MLA
+from twostroke.plugins.nsa.index_keys import SCALE_BYTES, hadamard, page_layout
+from twostroke.plugins.nsa.torch_op import NSA_MLA, NSA_MLA_FP8_INDEX
 
 TOKENS_PER_PAGE = 64
 NORMED = "normed"  # the tap of the hidden after the final norm, what the MTP layer pairs with the next token
@@ -46,13 +48,15 @@ INNER_EPS = 1e-6  # of the norms inside attention, whatever rms_norm_eps says (p
 @dataclass(frozen=True)
 class Flat:
     """What every layer of a step reads, i64. `turn` rotates a rotary part of its own, interleaved; `index_turn` the
-    first dims of an index row, half-split unless the config says interleaved."""
+    first dims of an index row, half-split unless the config says interleaved; `spread` [I, I] is what index rows go
+    through before they become fp8."""
 
     positions: Tensor
     slots: Tensor
     page_table: Tensor
     turn: Rotation
     index_turn: Rotation
+    spread: Tensor | None
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class Flat:
             page_table,
             Rotation.at(positions, frequencies, config.qk_rope_head_dim),
             Rotation.at(positions, frequencies, config.index_head_dim, halves=halves, leading=True),
+            hadamard(config.index_head_dim) if config.index_key_dtype == FP8_INDEX_KEYS else None,
         )
 
 
@@ -88,8 +93,11 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, latent: Tensor, flat: Flat) -> tuple[Tensor, Tensor, Tensor]:
         """Index queries [N, heads, size], head weights [N, heads], index keys [N, size]."""
         q = flat.index_turn(self.wq_b(latent).reshape(-1, self.heads, self.size))
+        k = flat.index_turn(self.k_norm(self.wk(x)))
         head_weight = self.weights_proj(x) * (self.heads**-0.5 * self.size**-0.5)
-        return q, head_weight, flat.index_turn(self.k_norm(self.wk(x)))
+        if flat.spread is not None:
+            q, k = torch.matmul(q, flat.spread), torch.matmul(k, flat.spread)
+        return q, head_weight, k
 
 
 class LatentAttention(nn.Module):
@@ -113,10 +121,15 @@ class LatentAttention(nn.Module):
 
     def state(self, prefix: str) -> tuple[StateTensor, ...]:
         """Latent rows [c | k_pe] and index keys, one of each a token."""
-        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
-        return (
-            StateTensor(f"{prefix}.latent", "paged", 1, self.rows_per_page, width),
-            StateTensor(f"{prefix}.index", "paged", 1, self.rows_per_page, self.config.index_head_dim),
+        rows, size = self.rows_per_page, self.config.index_head_dim
+        latent = StateTensor(
+            f"{prefix}.latent", "paged", 1, rows, self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        )
+        if self.config.index_key_dtype != FP8_INDEX_KEYS:
+            return latent, StateTensor(f"{prefix}.index", "paged", 1, rows, size)
+        planes = (size, SCALE_BYTES)
+        return latent, StateTensor(
+            f"{prefix}.index", "paged", 1, rows, sum(planes), "uint8", page_layout(size), planes=planes
         )
 
     def absorbed(self) -> tuple[Tensor, Tensor]:
@@ -142,7 +155,8 @@ class LatentAttention(nn.Module):
         up_keys, up_values = self.absorbed()
         latent = self.q_a_layernorm(self.q_a_proj(x))
         index_q, index_weight, index_key = self.indexer(x, latent, flat)
-        out, latent_after, index_after = NSA_MLA.overload(
+        op = NSA_MLA_FP8_INDEX if self.config.index_key_dtype == FP8_INDEX_KEYS else NSA_MLA
+        out, latent_after, index_after = op.overload(
             self.queries(latent, up_keys, flat.turn),
             self.latent_rows(x, flat.turn),
             index_q,

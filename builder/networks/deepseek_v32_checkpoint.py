@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from twostroke.builder import config as shared
@@ -17,7 +17,7 @@ from twostroke.builder.config import SIZE, RopeScaling
 from twostroke.builder.draft_detection import check_requested
 from twostroke.builder.inventory import FLOAT_DTYPES, FP8_BLOCK, WEIGHT_DTYPES, TensorSpec
 from twostroke.builder.strict_json import Fields, shown_list
-from twostroke.engines.errors import CheckpointError, ConfigError
+from twostroke.engines.errors import BuildError, CheckpointError, ConfigError
 
 # Fields of which one value is implemented. A config without them means that value: the model type implies it.
 ONLY_VALUE: Mapping[str, Any] = {
@@ -41,6 +41,8 @@ HARMLESS = (
     "ep_size",
     "pretraining_tp",
 )  # training, and parallel layouts
+
+FP8_INDEX_KEYS = "fp8_e4m3"
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class DeepseekV32Config:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
     num_nextn_predict_layers: int
+    index_key_dtype: str = "float32"  # a choice of the build, not of the checkpoint
 
     @property
     def qk_head_dim(self) -> int:
@@ -177,6 +180,17 @@ def _check_relations(config: DeepseekV32Config, fields: Fields) -> None:
         found = fields.take(name, value)
         if found != value:
             raise fields.refused(name, found, f"but the other fields mean {value}; correct it or leave it out")
+
+
+def with_fp8_index_keys(config: DeepseekV32Config) -> DeepseekV32Config:
+    """The config of a build that keeps the index keys of target and MTP layer in fp8. Raises BuildError."""
+    size = config.index_head_dim
+    if size & (size - 1):
+        raise BuildError(
+            f"--index-key-dtype is {FP8_INDEX_KEYS}, but index_head_dim is {size}: fp8 keys are rotated by a Hadamard "
+            "matrix, whose size is a power of two; use float32"
+        )
+    return replace(config, index_key_dtype=FP8_INDEX_KEYS)
 
 
 def target_tensors(config: DeepseekV32Config, *, quantised: bool = False) -> tuple[TensorSpec, ...]:

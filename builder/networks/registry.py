@@ -52,7 +52,7 @@ class Target:
     names start with `draft_prefix(config)`. `detect_draft(config, tensor names, requested)` chooses the draft method.
     `network(config, draft_len, max_seq_len, taps)` makes the target step for pages of `tokens_per_page`;
     `drafts[method](config, max_draft_len)` is a draft method of the family; `draft_fields` are those of the config that
-    describe the drafter.
+    describe the drafter. `index_keys[dtype](config)` is the config of a build that keeps index keys so.
     """
 
     parse: Callable[[Fields], ModelConfig]
@@ -64,6 +64,7 @@ class Target:
     tokens_per_page: int
     draft_fields: tuple[str, ...]
     drafts: Mapping[str, Callable[..., Draft]]
+    index_keys: Mapping[str, Callable[..., ModelConfig]]
 
 
 def _no_draft(config: ModelConfig, max_draft_len: int | None) -> Draft:
@@ -121,6 +122,7 @@ _DEEPSEEK_V4 = Target(
         "dspark": _dspark,
         "mtp": _mtp(deepseek_v4_nextn.STEPS, deepseek_v4.RESIDUAL, lambda config: config.hc_mult * config.hidden_size),
     },
+    {"float32": lambda config: config},
 )
 
 _DEEPSEEK_V32 = Target(
@@ -135,6 +137,10 @@ _DEEPSEEK_V32 = Target(
     {
         "none": _no_draft,
         "mtp": _mtp(deepseek_v32_nextn.STEPS, deepseek_v32.NORMED, lambda config: config.hidden_size),
+    },
+    {
+        "float32": lambda config: config,
+        deepseek_v32_checkpoint.FP8_INDEX_KEYS: deepseek_v32_checkpoint.with_fp8_index_keys,
     },
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.plugins.flat_step import exact_topk, gather_recent, page_rows, ring_targets, scatter_rows, take
+from twostroke.plugins.nsa.index_keys import quantised, read_pages, write_pages
 
 MASKED = -1e30
 
@@ -168,6 +169,28 @@ def nsa_block(
     return out.reshape(q.shape)
 
 
+def token_rows(positions: Tensor, slots: Tensor, page_table: Tensor, *, rows_per_page: int) -> Tensor:
+    """Physical row of each token [N]; scratch for a token beyond the table."""
+    held = positions < page_table.shape[1] * rows_per_page
+    return torch.where(held, page_rows(page_table, slots, positions[:, None], rows_per_page=rows_per_page)[:, 0], 0)
+
+
+def best_rows(scores: Tensor, positions: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The top-k rows up to each token's own position by scores [N, K], and which of them there are: both [N, top_k]."""
+    rows = torch.arange(scores.shape[1])[None, :]
+    scores = torch.where(rows <= positions[:, None], scores, MASKED)
+    padding = torch.full((scores.shape[0], top_k), MASKED)
+    chosen = exact_topk(torch.cat([scores, padding], dim=1), top_k)
+    seen = chosen <= positions[:, None]
+    return torch.where(seen, chosen, 0), seen
+
+
+def latent_attention(q: Tensor, keys: Tensor, seen: Tensor, value_size: int, scale: float) -> Tensor:
+    """q [N, H, L+R] over each token's own keys [N, K, L+R] where seen [N, K]; the first L features are the values."""
+    logits = torch.where(seen[:, None, :], torch.matmul(q, keys.transpose(1, 2)) * scale, MASKED)
+    return torch.matmul(torch.softmax(logits, dim=-1), keys[:, :, :value_size])
+
+
 def nsa_mla(
     q: Tensor,
     row: Tensor,
@@ -191,22 +214,47 @@ def nsa_mla(
     dense attention is no case of its own. A token beyond the table (a draft that nobody will verify) is kept nowhere
     and reads what the table holds. Returns out [N, H, L], the latent rows, the indexer rows.
     """
-    held = positions < page_table.shape[1] * rows_per_page
-    target = torch.where(held, page_rows(page_table, slots, positions[:, None], rows_per_page=rows_per_page)[:, 0], 0)
+    target = token_rows(positions, slots, page_table, rows_per_page=rows_per_page)
     latent_after = scatter_rows(latent_rows, target, row)
     index_after = scatter_rows(index_rows, target, index_row)
 
     rows = torch.arange(page_table.shape[1] * rows_per_page)[None, :].expand(q.shape[0], -1)
     physical = page_rows(page_table, slots, rows, rows_per_page=rows_per_page)
     scores = indexer_scores(index_q, index_weight, take(index_after, physical))
-    scores = torch.where(rows <= positions[:, None], scores, MASKED)
-    padding = torch.full((scores.shape[0], top_k), MASKED)
-    chosen = exact_topk(torch.cat([scores, padding], dim=1), top_k)
-    seen = chosen <= positions[:, None]
-    chosen = torch.where(seen, chosen, 0)
+    chosen, seen = best_rows(scores, positions, top_k)
     keys = take(latent_after, page_rows(page_table, slots, chosen, rows_per_page=rows_per_page))
     keys = torch.where(seen[:, :, None], keys, row[:, None, :])
+    return latent_attention(q, keys, seen, value_size, scale), latent_after, index_after
 
-    logits = torch.where(seen[:, None, :], torch.matmul(q, keys.transpose(1, 2)) * scale, MASKED)
-    out = torch.matmul(torch.softmax(logits, dim=-1), keys[:, :, :value_size])
-    return out, latent_after, index_after
+
+def nsa_mla_fp8_index(
+    q: Tensor,
+    row: Tensor,
+    index_q: Tensor,
+    index_weight: Tensor,
+    index_row: Tensor,
+    latent_rows: Tensor,
+    index_pages: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    page_table: Tensor,
+    value_size: int,
+    rows_per_page: int,
+    top_k: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`nsa_mla` with index queries and keys in fp8 (`index_keys.py`): index_pages u8 [pages, rows_per_page * (I + 4)].
+
+    index_q and index_row come rotated and not yet quantised. A token's own key, too, is the one that was stored.
+    """
+    target = token_rows(positions, slots, page_table, rows_per_page=rows_per_page)
+    latent_after = scatter_rows(latent_rows, target, row)
+    index_after = write_pages(index_pages, target, index_row, rows_per_page)
+
+    query, query_scale = quantised(index_q)
+    keys, key_scale = read_pages(index_after, page_table[slots], rows_per_page)
+    scores = indexer_scores(query, index_weight * query_scale, keys) * key_scale
+    chosen, seen = best_rows(scores, positions, top_k)
+    keys = take(latent_after, page_rows(page_table, slots, chosen, rows_per_page=rows_per_page))
+    keys = torch.where(seen[:, :, None], keys, row[:, None, :])
+    return latent_attention(q, keys, seen, value_size, scale), latent_after, index_after

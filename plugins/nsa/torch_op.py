@@ -37,4 +37,5 @@ def _mla(q, row, iq, iw, irow, latent_rows, index_rows, positions, slots, page_t
 
 
 NSA_MLA = Op("nsa_mla", reference.nsa_mla, _mla)
-OPS = (NSA_WINDOW, NSA_HCA, NSA_CSA, NSA_BLOCK, NSA_MLA)
+NSA_MLA_FP8_INDEX = Op("nsa_mla_fp8_index", reference.nsa_mla_fp8_index, _mla)
+OPS = (NSA_WINDOW, NSA_HCA, NSA_CSA, NSA_BLOCK, NSA_MLA, NSA_MLA_FP8_INDEX)

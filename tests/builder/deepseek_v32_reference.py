@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 and its MTP layer in numpy, float64: `spec/deepseek_v32.md` sections 2 to 5 and 8, formula by formula.
 
 Independent of the code it judges: weights come under their checkpoint names, attention is in its plain form (keys and
-values spelt out for each head), a row is computed once and kept. Index keys are neither rotated by a Hadamard matrix
-nor quantised (section 5.3). `Alignment` has a switch for each way in which an MTP row has been made wrongly.
+values spelt out for each head), a row is computed once and kept. Index rows are used as they are (section 5.3), or with
+`fp8_index` rotated and quantised. `Alignment` has a switch for each way in which an MTP row has been made wrongly.
 
 Letters: T new rows, W rows so far, D hidden, H heads, I index heads, E experts, V vocabulary.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from twostroke.tests.plugins.nsa import fp8_reference
 
 Array = np.ndarray
 EPS = 1e-6
@@ -92,10 +94,10 @@ class Target(NamedTuple):
 class Network:
     """The target, and the parts its MTP layer is made of. `config` is config.json, `weights` the checkpoint by name."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Array], *, fp8_index: bool = False) -> None:
         assert config["rms_norm_eps"] == EPS
         assert not config.get("indexer_rope_interleave"), "absent in V3.2"
-        self.config, self.layers = config, int(config["num_hidden_layers"])
+        self.config, self.layers, self.fp8_index = config, int(config["num_hidden_layers"]), fp8_index
         self.weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
         self.frequencies, self.scale = frequencies(config), softmax_scale(config)
 
@@ -141,14 +143,26 @@ class Network:
         return self.linear(f"{at}.o_proj", out.reshape(rows, -1))
 
     def index_key(self, at: str, x: Array, angle: Array) -> Array:
-        """5.2, steps 1 and 2: [T, size], one for all index heads."""
+        """5.2, steps 1 to 3: [T, size], one for all index heads."""
         gain, bias = (self.weights[f"{at}.k_norm.{name}"] for name in ("weight", "bias"))
-        return turn_halves(layer_norm(self.linear(f"{at}.wk", x), gain, bias)[:, None], angle)[:, 0]
+        return self.spread(turn_halves(layer_norm(self.linear(f"{at}.wk", x), gain, bias)[:, None], angle)[:, 0])
+
+    def spread(self, rows: Array) -> Array:
+        """5.2, step 3."""
+        return rows @ fp8_reference.hadamard(rows.shape[-1]) if self.fp8_index else rows
+
+    def in_fp8(self, rows: Array) -> Array:
+        """5.2, step 4: index rows as they come back from fp8, times their scales."""
+        if not self.fp8_index:
+            return rows
+        found, scale = fp8_reference.quantised(rows)
+        return np.asarray(found * scale[..., None])
 
     def chosen(self, at: str, x: Array, qr: Array, angle: Array, keys: Array, visible: Array) -> Array:
         """5.2, steps 5 to 8: which rows attention reads, the best `index_topk` of the visible ones, [T, W]."""
         heads, size = self.config["index_n_heads"], self.config["index_head_dim"]
-        q = turn_halves(self.linear(f"{at}.wq_b", qr).reshape(len(x), heads, size), angle)
+        q = self.spread(turn_halves(self.linear(f"{at}.wq_b", qr).reshape(len(x), heads, size), angle))
+        q, keys = self.in_fp8(q), self.in_fp8(keys)
         w = self.linear(f"{at}.weights_proj", x) * heads**-0.5 * size**-0.5
         score = np.einsum("thw,th->tw", np.maximum(np.einsum("thd,wd->thw", q, keys), 0), w)
         found = np.zeros_like(visible)

@@ -29,11 +29,12 @@ Rows = Mapping[str, Array]
 
 class Toy:
     """A toy checkpoint three ways: parsed config, networks with its weights, and the whole-sequence oracle of its
-    family."""
+    family; all with index keys of one dtype."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index_key_dtype: str = "float32") -> None:
         self.checkpoint = Checkpoint.open(folder)
-        self.config: Any = self.checkpoint.config  # the family's own class
+        family = TARGETS[self.checkpoint.config.model_type]
+        self.config: Any = family.index_keys[index_key_dtype](self.checkpoint.config)  # the family's own class
         self.raw = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
 
     @functools.cached_property
@@ -47,7 +48,8 @@ class Toy:
         """The numpy network, of a V3.2 checkpoint."""
         if self.config.model_type != "deepseek_v32":
             return None
-        return Network(vars(self.raw), {name: value.numpy() for name, value in self.weights.items()})
+        weights = {name: value.numpy() for name, value in self.weights.items()}
+        return Network(vars(self.raw), weights, fp8_index=self.config.index_key_dtype == "fp8_e4m3")
 
     def target(self, draft_len: int = 5, max_seq_len: int = 128) -> EagerEngine:
         """The target step in eager torch."""
@@ -98,12 +100,15 @@ class Toy:
 
 
 class Memory:
-    """State arrays full of NaN and a page table whose pages are dealt in no particular order."""
+    """State arrays full of NaN, packed ones of 0xFF, and a page table whose pages are dealt in no particular order."""
 
     def __init__(self, state: Iterable[StateTensor], slots: int = 4, pages_per_slot: int = 1) -> None:
         self.state = tuple(state)
         pages = 1 + (slots - 1) * pages_per_slot
-        self.arrays = {t.name: np.full((t.total_rows(slots, pages), t.width), np.nan, np.float32) for t in self.state}
+        self.arrays = {
+            t.name: np.full(t.shape(slots, pages), np.nan if t.dtype == "float32" else 0xFF, t.dtype)
+            for t in self.state
+        }
         self.table = np.zeros((slots, pages_per_slot), np.int32)
         dealt = np.random.default_rng(pages).permutation(np.arange(1, pages, dtype=np.int32))
         self.table[1:] = dealt.reshape(slots - 1, pages_per_slot)
@@ -120,7 +125,18 @@ class Memory:
 
     def live(self, slot: int, position: int) -> dict[str, Array]:
         """Copies of what `slot` needs to go on after `position` committed tokens."""
-        return {t.name: self.arrays[t.name][self.rows(t, slot, t.live(position))].copy() for t in self.state}
+        return {t.name: self.read(t, slot, t.live(position)) for t in self.state}
+
+    def read(self, tensor: StateTensor, slot: int, logical: Sequence[int] | range) -> Array:
+        """Copies of logical rows; of a packed one the pieces side by side, each from its plane of the page."""
+        array, rows = self.arrays[tensor.name], self.rows(tensor, slot, logical)
+        if not tensor.planes:
+            return array[rows].copy()
+        found = []
+        for page, inside in (divmod(int(row), tensor.rows) for row in rows):
+            planes = np.split(array[page], np.cumsum([tensor.rows * size for size in tensor.planes])[:-1])
+            found.append(np.concatenate([plane.reshape(tensor.rows, -1)[inside] for plane in planes]))
+        return np.array(found, tensor.dtype).reshape(-1, tensor.width)
 
 
 @dataclass(frozen=True)

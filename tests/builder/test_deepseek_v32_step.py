@@ -1,10 +1,12 @@
 """The V3.2 step: one result however a sequence is cut, packed or padded, compiled or eager; rope pairings; MLA forms.
 
-Memory starts as NaN throughout. Under ONNX Runtime comparisons are to the bit.
+Memory starts as NaN, packed pages as 0xFF. Under ONNX Runtime comparisons are to the bit, with index keys in fp32 and
+in fp8; eager torch is held to them in fp32, for a difference in the last bit can be a step of fp8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.engines.manifest import StateTensor
 from twostroke.plugins.nsa import reference
+from twostroke.tests.builder import deepseek_v32_reference
 from twostroke.tests.builder.flat_runs import (
     Array,
     Chunk,
@@ -47,14 +50,26 @@ def eager(t32: Toy) -> EagerEngine:
     return t32.target(max_seq_len=96)
 
 
-@pytest.fixture(scope="module")
-def compiled(t32_engine: LoadedEngine) -> Engine:
-    return t32_engine.engines["target"]
+@pytest.fixture(scope="module", params=["float32", "fp8_e4m3"])
+def loaded(request: pytest.FixtureRequest) -> LoadedEngine:
+    """The T32 engine, and one with index keys in fp8."""
+    engine = request.getfixturevalue("t32_engine" if request.param == "float32" else "t32_fp8_engine")
+    assert isinstance(engine, LoadedEngine)
+    assert engine.manifest.build_config.index_key_dtype == request.param
+    return engine
+
+
+IN_FLOAT32 = pytest.mark.parametrize("loaded", ["float32"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def state(eager: EagerEngine) -> State:
-    return eager.spec.state
+def compiled(loaded: LoadedEngine) -> Engine:
+    return loaded.engines["target"]
+
+
+@pytest.fixture(scope="module")
+def state(loaded: LoadedEngine) -> State:
+    return tuple(tensor for tensor in loaded.manifest.state if tensor.name in loaded.engines["target"].bindings)
 
 
 def fresh(state: State) -> Memory:
@@ -83,6 +98,7 @@ def test_chunks_of_every_size_equal_decode_and_one_shot(
         assert_same_live(memory.live(2, length), token_by_token[length])
 
 
+@IN_FLOAT32
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_compiled_step_equals_eager_torch(
     compiled: Engine, eager: EagerEngine, state: State, stream: list[int], length: int
@@ -93,6 +109,7 @@ def test_the_compiled_step_equals_eager_torch(
     assert_same_live(ours.live(1, length), theirs.live(1, length), 1e-5)
 
 
+@IN_FLOAT32
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 16, 96])
 def test_pages_of_four_tokens_are_crossed_without_a_trace(
     t32: Toy, eager: EagerEngine, state: State, size: int, monkeypatch: pytest.MonkeyPatch
@@ -118,12 +135,15 @@ def test_a_wider_page_table_changes_nothing(compiled: Engine, state: State, stre
     assert_same_live(results[0][1], results[1][1])
 
 
-def test_packed_prefill_equals_separate_ones(compiled: Engine, eager: EagerEngine, state: State) -> None:  # A-09
+def test_packed_prefill_equals_separate_ones(
+    loaded: LoadedEngine, compiled: Engine, eager: EagerEngine, state: State
+) -> None:  # A-09
     """Two prompts of 40 and 37 tokens with padding behind; the second does not even feel another first one."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, 319, size=n).tolist() for n in (40, 37)]
     other = rng.integers(2, 319, size=40).tolist()
-    for engine, tolerance in ((compiled, 0.0), (eager, 1e-5)):
+    engines = [(compiled, 0.0), (eager, 1e-5)]
+    for engine, tolerance in engines if loaded.manifest.build_config.index_key_dtype == "float32" else engines[:1]:
         together, instead = fresh(state), fresh(state)
         found = forward(engine, together, [Chunk(1, 0, prompts[0]), Chunk(3, 0, prompts[1])], padding=5)
         second = forward(engine, instead, [Chunk(1, 0, other), Chunk(3, 0, prompts[1])], padding=5)[1]
@@ -138,6 +158,7 @@ def test_packed_prefill_equals_separate_ones(compiled: Engine, eager: EagerEngin
             assert_same_live(memory.live(slot, len(prompt)), alone.live(slot, len(prompt)), tolerance)
 
 
+@IN_FLOAT32
 def test_selected_rows_of_a_packed_request_are_its_own(
     eager: EagerEngine, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # A-09
@@ -206,7 +227,8 @@ def test_rows_given_to_the_scratch_slot_leave_the_request_alone(
     assert_same_live(with_dead.live(1, 33), plain.live(1, 33))
     for tensor in state:  # no other real slot or page was touched either
         for slot in (2, 3):
-            assert np.isnan(with_dead.arrays[tensor.name][with_dead.rows(tensor, slot, range(128))]).all()
+            rows = with_dead.read(tensor, slot, range(128))
+            assert (rows == 0xFF if rows.dtype == np.uint8 else np.isnan(rows)).all()
 
 
 # Rope pairings (A-07).
@@ -272,6 +294,44 @@ def test_the_indexer_pairs_as_its_own_setting_says_and_attention_always_interlea
         keys = layer.self_attn.kv_a_proj_with_mqa(x)[:, 16:]
         assert_close(rows[:, 16:], turned(keys, torch.arange(40), network.frequencies, True), 1e-5)
         assert np.abs(rows[:, 16:] - turned(keys, torch.arange(40), network.frequencies, False).numpy()).max() > 0.1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_attention_over_its_choice_is_the_references_under_its_own_two_pairings_alone(
+    tmp_path: Path, stream: list[int], monkeypatch: pytest.MonkeyPatch, interleaved: bool
+) -> None:
+    """A-07. 40 tokens, top-k 8, layer 0: the indexer as its setting says, attention interleaved whatever it says; with
+    either pairing exchanged in the reference the outputs are others."""
+    target = Toy(write_checkpoint(tmp_path, T32, **({"indexer_rope_interleave": True} if interleaved else {})))
+    network = target.target(max_seq_len=96).spec.module
+    assert isinstance(network, DeepseekV32)
+    weights = {name: value.numpy() for name, value in target.weights.items()}
+    numpy = deepseek_v32_reference.Network(T32, weights)
+    ids = torch.tensor(stream[:40])
+    memory = Memory(network.layer_state[0])
+    with torch.no_grad():
+        layer, x = network.model.layers[0], network.model.embed_tokens.weight[ids]
+        rows = (torch.arange(40), torch.ones(40, dtype=torch.int64), torch.from_numpy(memory.table).long())
+        flat = Flat.of(network.config, network.frequencies, *rows)
+        held = tuple(torch.from_numpy(array) for array in memory.arrays.values())
+        found = layer.self_attn(layer.input_layernorm(x), flat, held)[0].numpy()
+    pairs, halves = deepseek_v32_reference.turn_pairs, deepseek_v32_reference.turn_halves
+
+    def pairs_of_the_first(x: Array, angle: Array) -> Array:
+        width = 2 * angle.shape[1]
+        return np.concatenate([pairs(x[..., :width], angle), x[..., width:]], -1)
+
+    def attention(main: Callable[..., Array], indexer: Callable[..., Array]) -> Array:
+        monkeypatch.setattr(deepseek_v32_reference, "turn_pairs", main)
+        monkeypatch.setattr(deepseek_v32_reference, "turn_halves", indexer)
+        normed = numpy.norm("model.layers.0.input_layernorm", x.double().numpy())
+        none = deepseek_v32_reference.Memory()
+        return numpy.attention("model.layers.0.self_attn", normed, np.arange(40), none)
+
+    own, other = (pairs_of_the_first, halves) if interleaved else (halves, pairs_of_the_first)
+    assert_close(found, attention(pairs, own), 1e-5)
+    for mistaken in (attention(pairs, other), attention(halves, own)):
+        assert np.abs(found - mistaken).max() > 0.1 * found.std()
 
 
 # The absorbed form is the plain one.

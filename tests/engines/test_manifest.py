@@ -56,6 +56,17 @@ def test_total_rows_count_pages_or_slots() -> None:
     assert WINDOW.total_rows(slots=9, pages=5) == 117
 
 
+def test_a_packed_tensor_has_a_line_a_page() -> None:
+    packed = StateTensor("index", "paged", 1, 64, 132, "uint8", "indexk_132", planes=(128, 4))
+    assert packed.line == 8448
+    assert packed.shape(slots=9, pages=5) == (5, 8448)
+    assert PAGED.shape(slots=9, pages=5) == (320, 32)
+    assert WINDOW.shape(slots=9, pages=5) == (117, 32)
+    assert packed.live(70) == range(70)
+    with pytest.raises(msgspec.ValidationError, match=r"planes \(128, 4\) must be paged and add up to width 130"):
+        msgspec.convert({**msgspec.to_builtins(packed), "width": 130}, StateTensor)
+
+
 def test_a_manifest_survives_its_file(f4_engine: LoadedEngine) -> None:
     written = encode(f4_engine.manifest)
     assert written.endswith(b"}\n")

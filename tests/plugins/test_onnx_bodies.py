@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from twostroke.plugins.catalogue import CATALOGUE
+from twostroke.plugins.nsa import index_keys
 from twostroke.plugins.onnx_body import inline_bodies, to_onnx
 from twostroke.plugins.op import NAMESPACE, Op
 from twostroke.tests.plugins.flat_inputs import Layout, layout, normal
@@ -108,6 +109,15 @@ def mla(where: Layout, seed: int) -> Values:
         "slots": where.slots,
         "page_table": table(seed),
     }
+
+
+def mla_fp8_index(where: Layout, seed: int) -> Values:
+    given = mla(where, seed)
+    empty = torch.zeros(12, 12 * 8, dtype=torch.uint8)
+    pages = index_keys.write_pages(empty, torch.arange(12 * 12), given.pop("index_rows"), 12)
+    values = list(given.items())
+    values.insert(list(CATALOGUE["nsa_mla_fp8_index"].tensors).index("index_pages"), ("index_pages", pages))
+    return dict(values)
 
 
 def block(where: Layout, seed: int) -> Values:
@@ -274,6 +284,17 @@ CASES: dict[str, tuple[str, Callable[[Layout, int], Values], Mapping[str, tuple[
         },
         (6, 12, 5, 0.3),
     ),
+    "nsa_mla_fp8_index": (
+        "nsa_mla_fp8_index",
+        mla_fp8_index,
+        {
+            **dict.fromkeys(("q", "row", "index_q", "index_weight", "index_row", "positions", "slots"), ("N",)),
+            "latent_rows": ("X",),
+            "index_pages": ("Y",),
+            "page_table": ("S", "P"),
+        },
+        (6, 12, 5, 0.3),
+    ),
     "nsa_block": (
         "nsa_block",
         block,
@@ -368,7 +389,7 @@ def real_rows(
     name: str, output: int, where: Layout, attributes: tuple[Any, ...], found: Tensor, expected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Without what is scratch: rows of slot 0 and fillers, and in memory row 0, which several tokens write."""
-    if name in ("compress", "nsa_window", "nsa_hca", "nsa_csa", "nsa_mla"):
+    if name in ("compress", "nsa_window", "nsa_hca", "nsa_csa", "nsa_mla", "nsa_mla_fp8_index"):
         if output:
             keep = torch.arange(len(expected)) > 0
         else:
