@@ -268,6 +268,7 @@ def test_result_gives_up_after_its_timeout_and_the_request_goes_on() -> None:
         ("a\udcffb", r"the prompt has '\\udcff' at character 1, expected text that UTF-8 can hold"),
         (5, "inputs is a int"),
         ({"text": "a"}, r"keys \['text'\], expected prompt or prompt_token_ids"),
+        ({"prompt": "a", "cache_salt": "b"}, r"keys \['cache_salt', 'prompt'\], expected prompt or"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "expected prompt or prompt_token_ids"),
     ],
 )

@@ -24,6 +24,7 @@ from twostroke.tests.runtime.serving import (
     Oracle,
     Proposals,
     assert_clean,
+    assert_same_proposals,
     forced_scheduler,
     greedy,
     serve,
@@ -160,6 +161,31 @@ def test_confidence_changes_the_verify_length_of_each_request_and_nothing_else(o
         assert len(common) > 20
         assert all(lengths[higher][key] <= lengths[lower][key] for key in common)
     assert len(set(lengths[0.3].values()) | set(lengths[0.7].values())) > 2
+
+
+@pytest.mark.parametrize("draft_length", [3, None])
+def test_a_prompt_sent_again_and_then_longer_gets_what_a_cold_engine_gives_it(
+    oracle: Oracle, draft_length: int | None
+) -> None:
+    """A-14: tokens, and proposals position by position. Until there is a prefix cache every prompt is computed whole."""
+    prompts = [STREAM[:24], STREAM[:24], STREAM[:29]]
+    params = greedy(40)
+    config = RuntimeConfig(max_batch_size=1, draft_length=draft_length)
+
+    def run(scheduler: Scheduler, proposals: Proposals, prompt: Sequence[int]) -> dict[int, Any]:
+        proposals.blocks.clear()
+        assert serve(scheduler, [Request("a", prompt, params)])["a"].tokens == oracle.answer(prompt, params)
+        return proposals.of(1)
+
+    warm_proposals = Proposals()
+    warm = Scheduler(oracle.loaded, config, draft=watching(oracle.loaded, warm_proposals.note), poison=True)
+    for prompt in prompts:
+        cold_proposals = Proposals()
+        cold = Scheduler(oracle.loaded, config, draft=watching(oracle.loaded, cold_proposals.note), poison=True)
+        found, expected = run(warm, warm_proposals, prompt), run(cold, cold_proposals, prompt)
+        assert len(found) > 5
+        assert_same_proposals(found, expected, limit=len(prompt) + 40)
+    assert warm.counters.prefill_tokens == sum(map(len, prompts))
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------
