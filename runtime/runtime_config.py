@@ -45,8 +45,8 @@ class RuntimeConfig:
         _at_least("lag", self.lag, 0)
         if self.enable_prefix_caching is not False:
             raise ConfigError(
-                f"enable_prefix_caching is {self.enable_prefix_caching!r}, expected False: there is no prefix cache yet, "
-                "every prompt is computed from its first token; leave it out"
+                f"enable_prefix_caching is {self.enable_prefix_caching!r}, expected False: there is no prefix cache "
+                "yet, every prompt is computed from its first token; leave it out"
             )
         if self.max_seq_len is not None:
             _at_least("max_seq_len", self.max_seq_len, 2)

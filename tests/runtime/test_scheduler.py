@@ -167,7 +167,7 @@ def test_confidence_changes_the_verify_length_of_each_request_and_nothing_else(o
 def test_a_prompt_sent_again_and_then_longer_gets_what_a_cold_engine_gives_it(
     oracle: Oracle, draft_length: int | None
 ) -> None:
-    """A-14: tokens, and proposals position by position. Until there is a prefix cache every prompt is computed whole."""
+    """A-14: tokens, and proposals position by position. There is no prefix cache: every prompt is computed."""
     prompts = [STREAM[:24], STREAM[:24], STREAM[:29]]
     params = greedy(40)
     config = RuntimeConfig(max_batch_size=1, draft_length=draft_length)
