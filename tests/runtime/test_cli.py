@@ -272,7 +272,7 @@ def test_inspect_explains_an_engine_directory(engine: Path, capsys: pytest.Captu
         "heads": {"markov_head": False, "confidence_head": False},
     }
     assert report["steps"]["observe"]["in_place"] == 1
-    assert report["state"] == {"tensors": 1, "bytes_per_token": 0, "bytes_per_slot": 16}
+    assert report["state"] == {"tensors": 1, "bytes_per_token": 0, "bytes_per_slot": 16, "packed": {}}
     assert set(report["files"]) == {f"{step}.portable.onnx" for step in ("target", "observe", "propose")}
 
 
