@@ -25,8 +25,8 @@ _device = "cpu"
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Parameters made inside have shapes and no memory until `allocate`: in fp32 the network of a release has terabytes,
-    which some systems do not even promise."""
+    """Parameters made inside have shapes and no memory until `allocate`: in fp32 a release has terabytes, which some
+    systems do not even promise."""
     global _device
     _device = "meta"
     try:

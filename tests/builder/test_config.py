@@ -14,11 +14,7 @@ import pytest
 from twostroke.builder.config import CSA, HARMLESS, HCA, SLIDING, RopeScaling, load_config, parse_config
 from twostroke.builder.networks.registry import TARGETS
 from twostroke.engines.errors import ConfigError
-<<<<<<< HEAD
-from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, FP8_BLOCKS, REMOVED, with_overrides
-=======
-from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, RELEASE_V32, REMOVED, T32, with_overrides
->>>>>>> targets
+from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, FP8_BLOCKS, RELEASE_V32, REMOVED, T32, with_overrides
 
 YARN = dict(F4["rope_scaling"])
 BARE_DSPARK = {name.removeprefix("dspark_"): value for name, value in F4.items() if name.startswith("dspark_")}
