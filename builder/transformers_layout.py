@@ -149,8 +149,8 @@ def in_original_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         put("num_hash_layers", hashed, "mlp_layer_types")
     if "partial_rotary_factor" in found:
         share, size = found.pop("partial_rotary_factor"), values.get("head_dim")
-        numbers = isinstance(share, int | float) and isinstance(size, int)
-        if not numbers or not (0 < share <= 1 and 0 < size <= HEADS[1]):
+        fits = isinstance(share, int | float) and 0 < share <= 1 and isinstance(size, int) and 0 < size <= HEADS[1]
+        if not fits:
             raise ConfigError(
                 f"{where}: field partial_rotary_factor is {shown(share)}; expected a share of head_dim, above 0 and at "
                 "most 1"
