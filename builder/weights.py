@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.builder.checkpoint import SCALES, Checkpoint, TensorEntry
+from twostroke.builder.scales import check_scales
 from twostroke.engines.manifest import ShardRecord, WeightRecord, WeightsIndex
 from twostroke.plugins.quantised.reference import dequantise_fp4, dequantise_fp8
 
@@ -84,7 +85,8 @@ def collect(
     folder: Path,
     advance: Callable[[str, int], None] = lambda name, done: None,
 ) -> WeightsIndex:
-    """Writes `weights.bin` into `folder` and says where every weight binding's bytes are."""
+    """Writes `weights.bin` into `folder` and says where every weight binding's bytes are. Raises as `check_scales`."""
+    check_scales(checkpoint)
     weights: dict[str, WeightRecord] = {}
     shards: dict[str, ShardRecord] = {}
     with open(folder / WEIGHTS_BIN, "wb") as out:
