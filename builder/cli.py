@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from twostroke.engines.errors import ConfigError
 from twostroke.engines.launch_flags import BUILD_BATCH_SIZE, DRAFT, MAX_DRAFT_LEN
 from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
 from twostroke.engines.manifest import DEFAULT_MAX_BATCH_SIZE
@@ -45,6 +49,16 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add_sglang_flags(parser)
 
 
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command with exit code 143 as Ctrl-C does with 130: what can be gone on with is kept."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_build(args: argparse.Namespace) -> int:
     """Builds one engine directory and says what it holds."""
     from twostroke.builder.build import BuildOptions, build
@@ -68,7 +82,7 @@ def run_build(args: argparse.Namespace) -> int:
         kv_cache_dtype=launch.kv_cache_dtype,
         self_check=not args.no_self_check,
     )
-    with bars() as progress:
+    with stopped_by_sigterm(), bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
     size = sum(record.bytes for record in manifest.files.values())
     print(
@@ -92,7 +106,7 @@ def run_refit(args: argparse.Namespace) -> int:
     from twostroke.builder.progress import bars
     from twostroke.builder.refit import refit
 
-    with bars() as progress:
+    with stopped_by_sigterm(), bars() as progress:
         manifest = refit(args.engine, args.checkpoint, args.draft_checkpoint, progress)
     print(
         f"twostroke: {args.engine} has the weights of {args.checkpoint}; steps {', '.join(manifest.steps)} unchanged",
@@ -105,6 +119,8 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
     """Explains a checkpoint folder from its config and headers; no weight is read. Exit code 2 if anything is wrong."""
     from twostroke.builder.inspection import inspect_checkpoint, render
 
+    if args.verify:
+        raise ConfigError(f"--verify is for engine directories; nothing records the hashes of checkpoint {args.path}")
     found = inspect_checkpoint(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
     print(json.dumps(found, indent=1) if args.json else render(found))
     problems = found.get("problems", [])

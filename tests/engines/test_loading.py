@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from twostroke.engines.errors import EngineError
-from twostroke.engines.loading import file_hash, load_engine_directory, map_weights
+from twostroke.engines.file_records import file_record
+from twostroke.engines.loading import load_engine_directory, map_weights
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    FileRecord,
     WeightRecord,
     WeightsIndex,
     encode,
@@ -45,7 +45,7 @@ def engine(f4_engine_dir: Path, tmp_path: Path) -> Path:
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
     """Makes the manifest agree with the files again, after an optional edit of its JSON."""
     manifest = read_manifest(folder)
-    files = {n: FileRecord((folder / n).stat().st_size, file_hash(folder / n)) for n in manifest.files}
+    files = {n: file_record(folder / n) for n in manifest.files}
     config = json.loads(encode(msgspec.structs.replace(manifest, files=files)))
     edit(config)
     (folder / CONFIG_FILE).write_text(json.dumps(config))
