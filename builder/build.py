@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from twostroke.builder.draft_folder import check_holds_target, with_draft
 from twostroke.builder.engine_directory import check_space, file_records, seal, staging
 from twostroke.builder.export import export_step
 from twostroke.builder.networks.dspark import with_forced_block
-from twostroke.builder.networks.layers import StepSpec, keep_as_stored
-from twostroke.builder.networks.registry import TARGETS
-from twostroke.builder.self_check import self_check
+from twostroke.builder.networks.layers import StepSpec, allocate, keep_as_stored, shapes_only
+from twostroke.builder.networks.registry import TARGETS, Draft, Target
+from twostroke.builder.self_check import DEFAULT_LIMIT, compare
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown, shown_list
 from twostroke.builder.weights import WEIGHTS_BIN, collect, parameters_of, plan_weights, written_bytes
@@ -42,6 +42,7 @@ from twostroke.engines.manifest import (
     Speculative,
     StateTensor,
     Step,
+    WeightsIndex,
     encode,
 )
 from twostroke.engines.onnxruntime import versions
@@ -85,8 +86,38 @@ def silent(what: str, done: int, total: int) -> None:
     return None
 
 
-def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = silent) -> Manifest:
-    """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
+@dataclass(frozen=True)
+class Plan:
+    """A build that has passed every check and has read no weight but a draft's copies."""
+
+    checkpoint: Checkpoint
+    config: Any  # of the family's own class
+    target: Target
+    method: str
+    draft: Draft
+    build_config: BuildConfig
+    trained_len: int | None
+    own: frozenset[str]
+
+    def networks(self) -> tuple[StepSpec, ...]:
+        """The steps, fp32, in export order."""
+        limit = self.build_config.max_seq_len
+        network = self.target.network(self.config, self.draft.block_size, limit, self.draft.taps)
+        return (network.step(), *self.draft.steps(limit, self.own))
+
+    def stored_networks(self) -> tuple[StepSpec, ...]:
+        """The steps over weights as the engine binds them, in shapes only."""
+        with shapes_only():
+            specs = self.networks()
+            if self.config.quantised:
+                stored = {name: entry.dtype for name, entry in self.checkpoint.entries.items()}
+                for module in dict.fromkeys(spec.module for spec in specs):
+                    keep_as_stored(module, stored)
+        return specs
+
+
+def plan(checkpoint_folder: Path, options: BuildOptions) -> Plan:
+    """Everything a build decides before it makes a file. Raises CheckpointError, ConfigError or BuildError."""
     if options.engine != "onnxruntime":
         raise BuildError(f"engine {options.engine!r} cannot be built here; accepted: onnxruntime")
     if options.draft == "none" and options.draft_checkpoint is not None:
@@ -120,20 +151,27 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     draft = target.drafts[method](config, options.max_draft_len)
     if refusal := depth_refusal(options.engine, decode_backend, draft.block_size):
         raise BuildError(refusal)
-    eos_token_ids = _eos_token_ids(checkpoint_folder, config.eos_token_ids, config.vocab_size)
-    max_seq_len = _sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page)
+    build_config = BuildConfig(
+        max_seq_len=_sequence_limit(options.max_seq_len, config.max_position_embeddings, target.tokens_per_page),
+        max_draft_len=draft.block_size,
+        tokens_per_page=target.tokens_per_page,
+        vocab_size=config.vocab_size,
+        eos_token_ids=_eos_token_ids(checkpoint_folder, config.eos_token_ids, config.vocab_size),
+        bos_token_id=config.bos_token_id,
+        max_batch_size=options.max_batch_size,
+        prefill_backend=prefill_backend,
+        decode_backend=decode_backend,
+        kv_cache_dtype=kv_cache_dtype,
+        index_key_dtype=options.index_key_dtype,
+    )
     own = own_tensors(checkpoint, tensors)
+    return Plan(checkpoint, config, target, method, draft, build_config, trained_len, own)
 
-    def networks() -> tuple[StepSpec, ...]:
-        network = target.network(config, draft.block_size, max_seq_len, draft.taps)
-        return (network.step(), *draft.steps(max_seq_len, own))
 
-    specs = networks()
-    if config.quantised:
-        stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
-        for module in dict.fromkeys(spec.module for spec in specs):
-            keep_as_stored(module, stored)
-
+def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, progress: Progress = silent) -> Manifest:
+    """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
+    planned = plan(checkpoint_folder, options)
+    checkpoint, specs = planned.checkpoint, planned.stored_networks()
     parameters = parameters_of(spec.module for spec in specs)
     check_space(destination, written_bytes(plan_weights(checkpoint, parameters)), WEIGHTS_BIN)
 
@@ -141,6 +179,7 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         steps = {}
         for done, spec in enumerate(specs):
             progress(f"exporting {spec.name}", done, len(specs))
+            allocate(spec.module)
             exported = export_step(spec)
             ir.save(exported.plugin, folder / f"{spec.name}.plugin.onnx")
             ir.save(exported.portable, folder / f"{spec.name}.portable.onnx")
@@ -155,28 +194,17 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         checked = SelfCheck(False, "not asked for")
         if options.self_check:
             progress("checking", 0, 1)
-            checked = self_check(checkpoint, networks(), folder, steps, index, config.vocab_size)
+            checked = self_check(planned, folder, steps, index)
             progress("checking", 1, 1)
         (folder / WEIGHTS_FILE).write_bytes(encode(index))
         copy_tokenizer(checkpoint_folder, folder)
+        draft = planned.draft
         manifest = Manifest(
             schema=SCHEMA,
             twostroke_version=twostroke.__version__,
             pretrained_config=json.loads((checkpoint_folder / CONFIG_FILE).read_text()),
-            build_config=BuildConfig(
-                max_seq_len=max_seq_len,
-                max_draft_len=draft.block_size,
-                tokens_per_page=target.tokens_per_page,
-                vocab_size=config.vocab_size,
-                eos_token_ids=eos_token_ids,
-                bos_token_id=config.bos_token_id,
-                max_batch_size=options.max_batch_size,
-                prefill_backend=prefill_backend,
-                decode_backend=decode_backend,
-                kv_cache_dtype=kv_cache_dtype,
-                index_key_dtype=options.index_key_dtype,
-            ),
-            speculative=Speculative(method, draft.block_size, draft.taps_width, trained_len),
+            build_config=planned.build_config,
+            speculative=Speculative(planned.method, draft.block_size, draft.taps_width, planned.trained_len),
             steps=steps,
             state=_all_state(spec.state for spec in specs),
             files=file_records(folder),
@@ -192,6 +220,21 @@ def _choices(options: BuildOptions) -> str:
     if options.draft_checkpoint is not None:
         chosen["draft_checkpoint"] = str(options.draft_checkpoint.resolve())
     return json.dumps(chosen, sort_keys=True)
+
+
+def self_check(
+    planned: Plan, folder: Path, steps: Mapping[str, Step], index: WeightsIndex, limit: int = DEFAULT_LIMIT
+) -> SelfCheck:
+    """Compares the steps compiled in `folder` with their networks. Raises BuildError where they disagree. Networks of
+    more than `limit` bytes are not run: that is logged and recorded."""
+    with shapes_only():
+        specs = planned.networks()
+    size = sum(p.numel() * 4 for spec in specs for p in spec.module.parameters())
+    if size > limit:
+        reason = f"the network in fp32 takes {size / 1e9:.1f} GB, at most {limit / 1e9:.1f} GB are run"
+        _log.warning("the engine was not compared with its network: %s", reason)
+        return SelfCheck(False, reason)
+    return compare(planned.checkpoint, planned.networks(), folder, steps, index, planned.config.vocab_size)
 
 
 def _with_block(config: Any, method: str, options: BuildOptions) -> tuple[Any, int | None]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from twostroke.builder.devices import DEVICES
 from twostroke.engines.errors import ConfigError
 from twostroke.engines.launch_flags import BUILD_BATCH_SIZE, DRAFT, MAX_DRAFT_LEN
 from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
@@ -45,6 +46,11 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-self-check", action="store_true", help="do not compare the engine with its network at the end"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be built and whether it fits; write nothing"
+    )
+    parser.add_argument("--device", choices=DEVICES, help="with --dry-run: the device it is for (cpu)")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: the report as JSON")
     parser.add_argument("--force", action="store_true", help="replace an engine directory that is there already")
     add_sglang_flags(parser)
 
@@ -82,6 +88,15 @@ def run_build(args: argparse.Namespace) -> int:
         kv_cache_dtype=launch.kv_cache_dtype,
         self_check=not args.no_self_check,
     )
+    if args.dry_run:
+        from twostroke.builder.dry_run import dry_run
+        from twostroke.builder.inspection import render
+
+        found = dry_run(args.checkpoint, args.output, options, args.device or "cpu")
+        print(json.dumps(found, indent=1) if args.json else render(found))
+        return _exit_code(args.checkpoint, found.get("problems", []))
+    if args.device is not None or args.json:
+        raise ConfigError(f"{'--device' if args.device else '--json'} is for a report; give --dry-run with it")
     with stopped_by_sigterm(), bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
     size = sum(record.bytes for record in manifest.files.values())
@@ -123,8 +138,12 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
         raise ConfigError(f"--verify is for engine directories; nothing records the hashes of checkpoint {args.path}")
     found = inspect_checkpoint(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
     print(json.dumps(found, indent=1) if args.json else render(found))
-    problems = found.get("problems", [])
+    return _exit_code(args.path, found.get("problems", []))
+
+
+def _exit_code(folder: Path, problems: list[str]) -> int:
+    """0, or 2 after a line that says how many problems there are."""
     if problems:
         count = f"{len(problems):,} problems" if len(problems) > 1 else "1 problem"
-        print(f"twostroke: {args.path} has {count}, first: {problems[0]}", file=sys.stderr)
+        print(f"twostroke: {folder} has {count}, first: {problems[0]}", file=sys.stderr)
     return 2 if problems else 0

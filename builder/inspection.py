@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,6 @@ def inspect_checkpoint(folder: Path, *, batch_size: int | None = None, seq_len: 
             stored = {spec.name: spec.dtypes[0] for spec in tensors}
             for module in dict.fromkeys(step.module for step in steps):
                 keep_as_stored(module, stored)
-    state = tuple({tensor.name: tensor for step in steps for tensor in step.state}.values())
-    weights = _weights(checkpoint, steps)
     report = {
         "checkpoint": str(folder),
         "model_type": config.model_type,
@@ -76,40 +74,27 @@ def inspect_checkpoint(folder: Path, *, batch_size: int | None = None, seq_len: 
         "quantisation": _quantisation(found.entries.values()),
         "tensors": len(found.entries),
         **_components(checkpoint, target, [spec.name for spec in tensors]),
-        "state": {
-            "tensors": len(state),
-            "bytes_per_token": bytes_per_token(state, target.tokens_per_page),
-            "bytes_per_slot": bytes_per_slot(state),
-        },
-        "build": {
-            "engine": "onnxruntime",
-            "steps": [step.name for step in steps],
-            "draft": method,
-            "depth": draft.block_size,
-            "max_seq_len": load.seq_len,
-            **weights,
-        },
-        "memory": _memory(load, state, target.tokens_per_page, weights),
+        **describe_build(checkpoint, method, draft.block_size, steps, target.tokens_per_page, load),
         "problems": problems,
     }
     return report
 
 
 @dataclass(frozen=True)
-class _Load:
+class Load:
     """Requests at once and tokens of each."""
 
     batch_size: int
     seq_len: int
 
 
-def _load(config: ModelConfig, batch_size: int | None, seq_len: int | None) -> _Load:
+def _load(config: ModelConfig, batch_size: int | None, seq_len: int | None) -> Load:
     longest = config.max_position_embeddings
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch-size is {batch_size}; expected at least 1")
     if seq_len is not None and not 2 <= seq_len <= longest:
         raise ConfigError(f"--seq-len is {seq_len}; accepted: 2 to {longest}, the config's max_position_embeddings")
-    return _Load(batch_size or DEFAULT_MAX_BATCH_SIZE, seq_len or min(longest, DEFAULT_MAX_SEQ_LEN))
+    return Load(batch_size or DEFAULT_MAX_BATCH_SIZE, seq_len or min(longest, DEFAULT_MAX_SEQ_LEN))
 
 
 def _with_damage(folder: Path, error: ConfigError) -> TwostrokeError:
@@ -159,6 +144,30 @@ def _components(checkpoint: Checkpoint, target: Target, order: list[str]) -> dic
     }
 
 
+def describe_build(
+    checkpoint: Checkpoint, method: str, depth: int, steps: Sequence[StepSpec], tokens_per_page: int, load: Load
+) -> dict[str, Any]:
+    """What a build of `steps` makes, its state, and the memory that takes to serve `load`."""
+    state = tuple({tensor.name: tensor for step in steps for tensor in step.state}.values())
+    weights = _weights(checkpoint, steps)
+    return {
+        "state": {
+            "tensors": len(state),
+            "bytes_per_token": bytes_per_token(state, tokens_per_page),
+            "bytes_per_slot": bytes_per_slot(state),
+        },
+        "build": {
+            "engine": "onnxruntime",
+            "steps": [step.name for step in steps],
+            "draft": method,
+            "depth": depth,
+            "max_seq_len": load.seq_len,
+            **weights,
+        },
+        "memory": _memory(load, state, tokens_per_page, weights),
+    }
+
+
 def _weights(checkpoint: Checkpoint, steps: Iterable[StepSpec]) -> dict[str, int]:
     """How many weight bindings a build has and their bytes: those it refers to in the shards, those it writes anew.
 
@@ -179,7 +188,7 @@ def _weights(checkpoint: Checkpoint, steps: Iterable[StepSpec]) -> dict[str, int
 
 
 def _memory(
-    load: _Load, state: tuple[StateTensor, ...], tokens_per_page: int, weights: dict[str, int]
+    load: Load, state: tuple[StateTensor, ...], tokens_per_page: int, weights: dict[str, int]
 ) -> dict[str, int]:
     """Bytes an engine holds while it serves `load`: weights and state. What a step computes in between is not known
     before it runs."""

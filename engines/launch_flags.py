@@ -23,6 +23,7 @@ Choice = Literal[
     "decode_backend",
     "kv_cache_dtype",
     "tensor_parallel",
+    "prefix_cache",
 ]
 
 MEANING: Mapping[Choice, str] = {
@@ -35,6 +36,7 @@ MEANING: Mapping[Choice, str] = {
     "decode_backend": "the implementation of attention in decode",
     "kv_cache_dtype": "the dtype of the memory",
     "tensor_parallel": "how many devices share a model",
+    "prefix_cache": "whether prompts share the memory of a common beginning",
 }
 
 ALGORITHMS: Mapping[str, str] = {"EAGLE": "mtp", "NEXTN": "mtp", "DSPARK": "dspark"}
@@ -218,5 +220,13 @@ SGLANG_FLAGS: tuple[Flag, ...] = (
         "N",
         "devices that share a model: 1",
         _at_least_one,
+    ),
+    Flag(
+        ("--disable-radix-cache",),
+        "prefix_cache",
+        bool,
+        None,
+        "no prefix cache, which is all there is",
+        lambda typed: "off",
     ),
 )

@@ -66,7 +66,8 @@ class LaunchOptions:
                     raise ConfigError(f"{second} contradicts {first}: both say {MEANING[choice]}")
                 chosen_by.setdefault(choice, each.typed)
         _check_switched_off(values, chosen_by)
-        fields = {choice: value for choice, value in values.items() if choice not in ("topk", "attention")}
+        no_field = ("topk", "attention", "prefix_cache")
+        fields = {choice: value for choice, value in values.items() if choice not in no_field}
         return cls(**fields, chosen_by=chosen_by, older=tuple(dict.fromkeys(_older_spellings(given))))
 
     def check_engine(self, engine: str) -> None:

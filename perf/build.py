@@ -143,7 +143,7 @@ def markdown(table: dict[str, Any]) -> str:
         "",
         f"`make-checkpoint {' '.join(table['make'])}`: {found['checkpoint_bytes'] / 1e9:.1f} GB in {found['tensors']} "
         f"tensors, the largest of {found['largest_tensor_bytes'] / 1e6:.0f} MB. The build writes "
-        f"{found['weights_bin_bytes'] / 1e9:.1f} GB and refers to {found['referred_bytes'] / 1e9:.1f} GB in the shards.",
+        f"{found['weights_bin_bytes'] / 1e9:.1f} GB and refers to {found['referred_bytes'] / 1e9:.1f} GB in shards.",
         "",
         "| | seconds | GB/s of what is written | peak memory, GB |",
         "|---|---|---|---|",

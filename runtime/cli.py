@@ -29,7 +29,7 @@ from twostroke.runtime.outputs import RequestOutput
 from twostroke.runtime.sampling_params import SamplingParams
 
 # Options that are fields of RuntimeConfig, and those that are fields of SamplingParams, by the same names.
-_RUNTIME_OPTIONS = ("max_num_tokens", "confidence_threshold", "threads")
+_RUNTIME_OPTIONS = ("max_num_tokens", "confidence_threshold", "threads", "enable_prefix_caching")
 _SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "coupling")
 
 
@@ -76,6 +76,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(runtime, MAX_BATCH_SIZE)
     runtime.add_argument("--max-num-tokens", metavar="N", type=int, help="prompt tokens of one prefill step (64)")
     runtime.add_argument("--threads", metavar="N", type=int, help="CPU threads of the engine (1)")
+    runtime.add_argument(
+        "--enable-prefix-caching", action="store_true", default=None, help="refused: there is no prefix cache yet"
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of the text")

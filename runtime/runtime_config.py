@@ -21,7 +21,7 @@ class RuntimeConfig:
     plainly. `confidence_threshold` verifies the leading drafts whose confidence reaches it (0: all); a draft that gives
     none refuses it. `cuda_graph_batch_sizes` lists the request buckets; `max_batch_size` always belongs to them.
     `kv_pages` pages are shared by all requests, scratch not counted. The host reads results `lag` iterations behind the
-    launch.
+    launch. `enable_prefix_caching` is refused: there is no prefix cache yet.
     """
 
     max_batch_size: int | None = None
@@ -33,6 +33,7 @@ class RuntimeConfig:
     kv_pages: int | None = None
     threads: int = 1
     lag: int = 0
+    enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch_size is not None:
@@ -42,6 +43,11 @@ class RuntimeConfig:
         if self.threads > (cores := os.cpu_count() or 1):
             raise ConfigError(f"threads is {self.threads}, expected at most {cores}, the cores of this machine")
         _at_least("lag", self.lag, 0)
+        if self.enable_prefix_caching is not False:
+            raise ConfigError(
+                f"enable_prefix_caching is {self.enable_prefix_caching!r}, expected False: there is no prefix cache "
+                "yet, every prompt is computed from its first token; leave it out"
+            )
         if self.max_seq_len is not None:
             _at_least("max_seq_len", self.max_seq_len, 2)
         if self.draft_length is not None:

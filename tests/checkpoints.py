@@ -219,6 +219,8 @@ T32: Mapping[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 
+T32_8: Mapping[str, Any] = {**T32, "vocab_size": 8}
+
 # T32 as released, in widths that cut blocks: every matrix of a layer FP8.
 T32_FP8: Mapping[str, Any] = {
     **T32,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.engines.loading import LoadedEngine, load_engine_directory
+from twostroke.tests.served import DRAFTED, SERVED
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +65,15 @@ def t32_mtp_engine() -> LoadedEngine:
     from twostroke.tests.engines import engine_directory
 
     return load_engine_directory(engine_directory(T32, max_draft_len=5))
+
+
+@pytest.fixture(scope="session", params=DRAFTED, ids=str)
+def drafted_engine(request: pytest.FixtureRequest) -> LoadedEngine:
+    """Each target with each draft method."""
+    return request.getfixturevalue(request.param.engine)
+
+
+@pytest.fixture(scope="session", params=SERVED, ids=str)
+def served_engine(request: pytest.FixtureRequest) -> LoadedEngine:
+    """The same, and a target that never drafts."""
+    return request.getfixturevalue(request.param.engine)

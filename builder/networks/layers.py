@@ -8,7 +8,8 @@ graph: a network on its own holds shapes and maths, never a checkpoint. Maths is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,10 +20,32 @@ from twostroke.engines.manifest import Binding, StateTensor
 from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_EXPERTS_FP4, MOE_EXPERTS_FP8
 from twostroke.plugins.quantised.torch_op import DEQUANTISE_FP8, LINEAR_FP8
 
+_device = "cpu"
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Parameters made inside have shapes and no memory until `allocate`: in fp32 a release has terabytes, which some
+    systems do not even promise."""
+    global _device
+    _device = "meta"
+    try:
+        yield
+    finally:
+        _device = "cpu"
+
+
+def allocate(network: nn.Module) -> None:
+    """Uninitialised memory for the parameters that have none."""
+    for name, parameter in list(network.named_parameters()):
+        if parameter.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, weight(*parameter.shape, dtype=parameter.dtype))
+
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """A parameter of which only the shape is known yet."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=_device), requires_grad=False)
 
 
 def fp32(parameter: Tensor) -> Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from twostroke.builder.config import CSA, HARMLESS, HCA, SLIDING, RopeScaling, load_config, parse_config
+from twostroke.builder.networks.registry import TARGETS
 from twostroke.engines.errors import ConfigError
-from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, FP8_BLOCKS, REMOVED, with_overrides
+from twostroke.tests.checkpoints import F4, F4_PLAIN, FLASH_0731, FP8_BLOCKS, RELEASE_V32, REMOVED, T32, with_overrides
 
 YARN = dict(F4["rope_scaling"])
 BARE_DSPARK = {name.removeprefix("dspark_"): value for name, value in F4.items() if name.startswith("dspark_")}
@@ -56,8 +60,28 @@ def test_release_has_two_sliding_21_csa_and_20_hca_layers() -> None:
     assert [types.count(kind) for kind in (SLIDING, CSA, HCA)] == [2, 21, 20]
 
 
-def test_changed_field_of_a_known_model_is_in_effect() -> None:  # C-14
+# C-14
+
+
+def test_changed_field_of_a_known_model_is_in_effect() -> None:
     assert parse(sliding_window=6).sliding_window == 6
+
+
+@pytest.mark.parametrize(
+    ("release", "name", "value"), [(FLASH_0731, "sliding_window", 6), (RELEASE_V32, "index_topk", 1024)]
+)
+def test_a_folder_that_differs_from_a_release_in_one_field_is_read_with_that_field(
+    tmp_path: Path, release: Any, name: str, value: int
+) -> None:
+    changed = load_config(write(tmp_path, json.dumps({**release, name: value}).encode()))
+    assert getattr(changed, name) == value
+    assert dataclasses.replace(changed, **{name: release[name]}) == parse(release)
+
+
+def test_a_changed_window_reaches_the_memory_of_every_layer(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, json.dumps({**F4, "sliding_window": 6}).encode()))
+    state = TARGETS[config.model_type].network(config, 5, 128, (3, 4, 5)).step().state
+    assert [t.lookback for t in state if t.name.endswith(".window")] == [5] * config.num_hidden_layers
 
 
 REQUIRED = sorted(
@@ -279,6 +303,21 @@ def test_unsupported_model_type_is_answered_with_the_supported_ones() -> None:
     assert "supported model types: deepseek_v4" in refusal(model_type="llama")
     assert "V4.1 is a different network" in refusal(model_type="deepseek_v41")
     assert "supported model types" in refusal(model_type=["deepseek_v4"])
+
+
+def test_configs_are_read_where_the_library_that_names_their_classes_is_missing(tmp_path: Path) -> None:
+    folders = []
+    for config in (F4, T32):
+        folders.append(tmp_path / config["model_type"])
+        folders[-1].mkdir()
+        write(folders[-1], json.dumps(config).encode())
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from twostroke.builder.config import load_config\n"
+        "print(*(load_config(folder).model_type for folder in sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True)
+    assert done.stdout.split() == ["deepseek_v4", "deepseek_v32"], done.stderr
 
 
 @pytest.mark.parametrize(

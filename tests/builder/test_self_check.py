@@ -87,7 +87,7 @@ def test_an_engine_that_was_not_checked_says_so_and_why(
     assert main(["build", str(checkpoint), "-o", str(tmp_path / "asked"), "--no-self-check"]) == 0
     assert main(["inspect", str(tmp_path / "asked")]) == 0
     assert "not checked  against its network when built: not asked for" in capsys.readouterr().out
-    monkeypatch.setattr("twostroke.builder.self_check.self_check.__defaults__", (1000,))
+    monkeypatch.setattr("twostroke.builder.build.self_check.__defaults__", (1000,))
     checked = build(checkpoint, tmp_path / "large", BuildOptions()).self_check
     assert not checked.done
     assert "are run" in checked.what

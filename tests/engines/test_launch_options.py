@@ -104,6 +104,7 @@ def test_what_the_engine_lacks_of_the_launch_line_is_said_at_once_and_as_typed(g
         ("--kv-cache-dtype bf16", LaunchOptions(kv_cache_dtype="bfloat16")),
         ("--tp 1", LaunchOptions(tensor_parallel=1)),
         ("--speculative-eagle-topk 1", LaunchOptions()),
+        ("--disable-radix-cache", LaunchOptions()),
     ],
 )
 def test_each_spelling_chooses_what_it_means(line: str, expected: LaunchOptions) -> None:

@@ -20,7 +20,7 @@ from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
 from twostroke.runtime.slots import Slots
-from twostroke.runtime.speculation import DraftBlock, DraftMethod, Enqueue, draft_method
+from twostroke.runtime.speculation import DraftBlock, DraftFactory, DraftMethod, Enqueue, draft_method
 from twostroke.runtime.state import State
 
 Rows = Mapping[str, np.ndarray]
@@ -158,6 +158,48 @@ class WatchedDraft:
 
     def proposed(self, block: DraftBlock) -> None:
         """What a watch does with a block."""
+
+
+def watching(loaded: LoadedEngine, proposed: Callable[[DraftBlock], None]) -> DraftFactory:
+    """Makes the engine's own draft, and calls `proposed` with what it says."""
+
+    class Watching(WatchedDraft):
+        def proposed(self, block: DraftBlock) -> None:
+            proposed(block)
+
+    return lambda engines, state, draft_length: Watching(loaded, state, draft_length)
+
+
+@dataclass
+class Proposals:
+    """What a draft proposed, by slot and the anchor's position: its anchor, tokens [G], logits [G, V], confidence [G],
+    and what it was given, noise [G, V] and inverse_temperature."""
+
+    blocks: dict[tuple[int, int], Rows] = field(default_factory=dict)
+
+    def note(self, block: DraftBlock) -> None:
+        """Keeps the rows of requests; those of the scratch slot mean nothing."""
+        names = ("anchor", "tokens", "logits", "confidence", "noise", "inverse_temperature")
+        for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
+            if slot:
+                self.blocks[slot, position] = {name: getattr(block, name)[row].copy() for name in names}
+
+    def of(self, slot: int) -> dict[int, Rows]:
+        """The blocks of a slot, by position."""
+        return {position: rows for (owner, position), rows in self.blocks.items() if owner == slot}
+
+
+def assert_same_proposals(found: Mapping[int, Rows], expected: Mapping[int, Rows], limit: int) -> None:
+    """The same blocks at the same positions, to the bit, as far as drafts are verified in a sequence of `limit` tokens:
+    the last one stands at limit - 2. What a draft says behind that reaches nobody."""
+    assert found.keys() == expected.keys()
+    for position, rows in found.items():
+        wanted = max(0, limit - 2 - position)
+        assert rows["anchor"] == expected[position]["anchor"]
+        for name in ("tokens", "logits", "confidence"):
+            ours, theirs = rows[name][:wanted], expected[position][name][:wanted]
+            np.testing.assert_array_equal(ours, theirs, err_msg=f"{name} at {position}")
+            assert not np.isnan(ours).any(), f"{name} at {position}"
 
 
 class ForcedDraft(WatchedDraft):

@@ -216,6 +216,7 @@ def test_outdated_spellings_work_and_one_line_says_what_they_are_called_now(
         (["generate", "ENGINE", "--prompt", "x", "--no-speculation", "--confidence-threshold", "0.5"], "no meaning"),
         (["generate", "ENGINE", "--prompt", "x", "--confidence-threshold", "2"], "confidence_threshold is 2.0"),
         (["generate", "ENGINE", "--prompt", "x", "--threads", "0"], "threads is 0"),
+        (["generate", "ENGINE", "--prompt", "x", "--enable-prefix-caching"], "there is no prefix cache yet"),
         (["generate", "ENGINE", "--prompt", "x", "--dump-logits", "/nowhere/x.npz"], "folder of /nowhere/x.npz"),
         (["generate", "/nowhere", "--prompt", "x"], "/nowhere: no such engine directory"),
         (["inspect", "/nowhere"], "/nowhere: no such engine directory"),

@@ -1,4 +1,4 @@
-"""A built V3.2 engine serves plain greedy decoding: the ids of its eager network, whatever runs beside it."""
+"""A built V3.2 engine gives the greedy ids of its eager network, drafting or not, whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.scheduler import Scheduler
 from twostroke.tests.builder.flat_runs import Chunk, Memory, Toy, forward
 from twostroke.tests.runtime.serving import greedy, serve
+from twostroke.tests.served import SERVED
 
 # (prompt length, tokens to generate): across top-k (8), across a page (64), from one token, to the maximum length (96).
 LENGTHS = [(5, 30), (60, 20), (1, 40), (37, 59), (64, 10), (2, 12)]
@@ -39,20 +40,25 @@ def expected(t32_engine_dir: Path) -> dict[str, list[int]]:
     return {request.id: eager_answer(target, request, new) for request, (_, new) in zip(REQUESTS, LENGTHS, strict=True)}
 
 
+@pytest.fixture(scope="module", params=[served for served in SERVED if served.target == "v32"], ids=str)
+def engine(request: pytest.FixtureRequest) -> LoadedEngine:
+    """Of one checkpoint, with its MTP layer and without."""
+    return request.getfixturevalue(request.param.engine)
+
+
 @pytest.mark.parametrize(("batch", "chunk", "lag"), [(1, 64, 0), (3, 16, 0), (8, 7, 1)])
 def test_greedy_ids_are_those_of_the_eager_network(
-    t32_engine: LoadedEngine, expected: dict[str, list[int]], batch: int, chunk: int, lag: int
+    engine: LoadedEngine, expected: dict[str, list[int]], batch: int, chunk: int, lag: int
 ) -> None:
     """Alone, three at a time, and all at once with the host behind; memory starts as NaN."""
-    assert t32_engine.manifest.speculative.method == "none"
     config = RuntimeConfig(max_batch_size=batch, max_num_tokens=chunk, lag=lag)
-    answers = serve(Scheduler(t32_engine, config, poison=True), REQUESTS)
+    answers = serve(Scheduler(engine, config, poison=True), REQUESTS)
     assert {name: answer.tokens for name, answer in answers.items()} == expected
     assert len(set(expected["3"])) > 5, "the toy says one thing only: this shows nothing"
 
 
-def test_pages_are_shared_and_given_back(t32_engine: LoadedEngine, expected: dict[str, list[int]]) -> None:
+def test_pages_are_shared_and_given_back(engine: LoadedEngine, expected: dict[str, list[int]]) -> None:
     """Three pages for six requests of one or two: some wait for a page, all get their answer."""
     config = RuntimeConfig(max_batch_size=4, kv_pages=3)
-    answers = serve(Scheduler(t32_engine, config, poison=True), REQUESTS)
+    answers = serve(Scheduler(engine, config, poison=True), REQUESTS)
     assert {name: answer.tokens for name, answer in answers.items()} == expected

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections import Counter
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 import pytest
 
-from twostroke.engines.base import Engine
 from twostroke.engines.loading import LoadedEngine
 from twostroke.plugins.accept import Purpose, gumbel_rows
-from twostroke.runtime.flat_step import Ints
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
-from twostroke.runtime.speculation import DraftBlock, DSpark, Enqueue
-from twostroke.runtime.state import State
+from twostroke.runtime.speculation import DraftBlock, Mtp
 from twostroke.tests.runtime.guarded import guarded
-from twostroke.tests.runtime.serving import Answer, Oracle, greedy, serve
+from twostroke.tests.runtime.serving import Answer, Oracle, Proposals, greedy, serve, watching
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(2, 319, size=length).tolist() for length in (9, 17, 3, 30)]
 LARGEST = np.iinfo(np.int32).max
-
-
-@pytest.fixture(scope="module")
-def oracle(f4_engine: LoadedEngine) -> Oracle:
-    return Oracle(guarded(f4_engine))
 
 
 def decoding(loaded: LoadedEngine, config: RuntimeConfig, prompts: list[list[int]]) -> tuple[Scheduler, list[int]]:
@@ -45,9 +35,9 @@ def decoding(loaded: LoadedEngine, config: RuntimeConfig, prompts: list[list[int
 
 
 @pytest.mark.parametrize("draft_length", [0, 5])
-def test_an_iteration_allocates_nothing_after_its_first_run(f4_engine: LoadedEngine, draft_length: int) -> None:
+def test_an_iteration_allocates_nothing_after_its_first_run(drafted_engine: LoadedEngine, draft_length: int) -> None:
     config = RuntimeConfig(max_batch_size=4, max_num_tokens=64, draft_length=draft_length)
-    scheduler, slots = decoding(f4_engine, config, PROMPTS)
+    scheduler, slots = decoding(drafted_engine, config, PROMPTS)
     iteration = scheduler._iteration
 
     start = scheduler.slots.position.copy()
@@ -96,6 +86,11 @@ def test_static_inputs_carry_nothing_over_from_a_larger_batch(oracle: Oracle, dr
             array.fill(LARGEST)
         for array in (block.inverse_temperature, block.logits, block.confidence):
             array.fill(np.nan)
+        for chain in iteration._draft._chains.values() if isinstance(iteration._draft, Mtp) else ():
+            for array in (chain.rows.slots, chain.rows.positions, chain.rows.tokens):
+                array[:-1].fill(LARGEST)  # the last row is scratch and nobody's
+            for array in (chain.rows.inverse_temperature, chain.rows.noise, chain.rows.logits, chain.rows.confidence):
+                array[:-1].fill(np.nan)
 
     requests = [Request(str(i), prompt, greedy(4 + 9 * i)) for i, prompt in enumerate(PROMPTS)]
     answers = serve(scheduler, requests, after_step=poison)
@@ -105,8 +100,8 @@ def test_static_inputs_carry_nothing_over_from_a_larger_batch(oracle: Oracle, dr
     assert {f"1x{rows}", f"2x{rows}", f"4x{rows}"} <= scheduler.counters.replays.keys()
 
 
-def test_a_done_slot_is_carried_along_as_scratch(f4_engine: LoadedEngine) -> None:
-    scheduler, slots = decoding(guarded(f4_engine), RuntimeConfig(max_batch_size=4), PROMPTS)
+def test_a_done_slot_is_carried_along_as_scratch(drafted_engine: LoadedEngine) -> None:
+    scheduler, slots = decoding(guarded(drafted_engine), RuntimeConfig(max_batch_size=4), PROMPTS)
     scheduler.slots.done[slots[1]] = True
     before = {name: array.copy() for name, array in scheduler.state.arrays.items()}
     position, anchor = scheduler.slots.position.copy(), scheduler.slots.anchor.copy()
@@ -116,8 +111,9 @@ def test_a_done_slot_is_carried_along_as_scratch(f4_engine: LoadedEngine) -> Non
     assert scheduler.slots.position[slots[1]] == position[slots[1]]
     assert scheduler.slots.anchor[slots[1]] == anchor[slots[1]]
     for tensor in scheduler.state.tensors:
-        if tensor.addressing != "paged":
-            own = slice(slots[1] * tensor.rows, (slots[1] + 1) * tensor.rows)
+        blocks = scheduler.page_table.owned(slots[1]) if tensor.addressing == "paged" else (slots[1],)
+        for block in blocks:
+            own = slice(block * tensor.rows, (block + 1) * tensor.rows)
             np.testing.assert_array_equal(scheduler.state.arrays[tensor.name][own], before[tensor.name][own])
 
 
@@ -141,92 +137,73 @@ def test_the_iteration_that_ends_a_text_makes_those_launched_behind_it_carry_the
     assert scheduler.slots.position[slot] == position
 
 
-class DoubtfulDraft(DSpark):
-    """The real draft, sure of its first and third token only."""
-
-    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
-        real = super().bind_propose(block, page_table)
-
-        def propose() -> None:
-            real()
-            block.confidence[:] = [0.9, 0.2, 0.9, 0.2, 0.2]
-
-        return propose
-
-
 @pytest.mark.parametrize(("threshold", "verified"), [(0.0, 5), (0.1, 5), (0.5, 1), (0.9001, 0), (1.0, 0)])
 def test_the_first_doubtful_draft_ends_what_is_verified(
-    f4_engine: LoadedEngine, threshold: float, verified: int
+    drafted_engine: LoadedEngine, threshold: float, verified: int
 ) -> None:
+    def sure_of_first_and_third(block: DraftBlock) -> None:
+        block.confidence[:] = [0.9, 0.2, 0.9, 0.2, 0.2]
+
     config = RuntimeConfig(max_batch_size=1, confidence_threshold=threshold)
-    scheduler = Scheduler(guarded(f4_engine), config, draft=DoubtfulDraft)
+    draft = watching(drafted_engine, sure_of_first_and_third)
+    scheduler = Scheduler(guarded(drafted_engine), config, draft=draft)
     scheduler.submit(Request("a", PROMPTS[0], greedy(80)))
     scheduler.step()
     assert scheduler.counters.acceptance.drafted == verified
 
 
-class NoiseWatch(DSpark):
-    """The real draft; `seen` keeps what each proposal was given, by slot and position."""
-
-    def __init__(self, engines: Mapping[str, Engine], state: State, draft_length: int) -> None:
-        super().__init__(engines, state, draft_length)
-        self.seen: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
-
-    def bind_propose(self, block: DraftBlock, page_table: Ints) -> Enqueue:
-        real = super().bind_propose(block, page_table)
-
-        def propose() -> None:
-            for row, (slot, position) in enumerate(zip(block.slot.tolist(), block.position.tolist(), strict=True)):
-                self.seen[slot, position] = block.noise[row].copy(), float(block.inverse_temperature[row])
-            real()
-
-        return propose
-
-
-def test_a_proposal_is_drawn_with_the_noise_of_its_request_and_position(f4_engine: LoadedEngine) -> None:
-    watches: list[NoiseWatch] = []
-
-    def make(engines: Mapping[str, Engine], state: State, draft_length: int) -> NoiseWatch:
-        watches.append(NoiseWatch(engines, state, draft_length))
-        return watches[0]
+def test_a_proposal_is_drawn_with_the_noise_of_its_request_and_position(drafted_engine: LoadedEngine) -> None:
+    """And by its rule: the largest of logits / T + noise, of every token of a block."""
+    proposals = Proposals()
 
     def sampled(seed: int, coupling: Literal["rejection", "gumbel"]) -> SamplingParams:
         return SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=seed, coupling=coupling)
 
-    scheduler = Scheduler(guarded(f4_engine), RuntimeConfig(max_batch_size=3), draft=make)
+    draft = watching(drafted_engine, proposals.note)
+    scheduler = Scheduler(guarded(drafted_engine), RuntimeConfig(max_batch_size=3), draft=draft)
     params = {"greedy": greedy(30), "rejection": sampled(3, "rejection"), "gumbel": sampled(2**40 + 5, "gumbel")}
     for name, prompt in zip(params, PROMPTS, strict=False):
         scheduler.submit(Request(name, prompt, params[name]))
     scheduler.step()
-    slots = {scheduler.slot_of(name): name for name in params}
+    slots = {name: slot for name in params if (slot := scheduler.slot_of(name))}
     while scheduler.has_work:
         scheduler.step()
     k = np.arange(1, 6)
-    rounds = Counter(slots[slot] for slot, _ in watches[0].seen if slot)
-    assert all(rounds[name] >= 5 for name in params)
-    for (slot, position), (noise, inverse_temperature) in watches[0].seen.items():
-        expected = np.zeros_like(noise)
-        name = slots.get(slot, "greedy")
-        if name == "rejection":
-            gumbel_rows(3, position, k, Purpose.DRAFT, expected)
-        elif name == "gumbel":
-            gumbel_rows(2**40 + 5, position + k, 0, Purpose.COUPLED, expected)
-        if slot:
-            np.testing.assert_array_equal(noise, expected)
-            assert inverse_temperature == (1.0 if name == "greedy" else np.float32(1 / 0.8))
+    for name, slot in slots.items():
+        blocks = proposals.of(slot)
+        assert len(blocks) >= 5
+        for position, rows in blocks.items():
+            expected = np.zeros_like(rows["noise"])
+            if name == "rejection":
+                gumbel_rows(3, position, k, Purpose.DRAFT, expected)
+            elif name == "gumbel":
+                gumbel_rows(2**40 + 5, position + k, 0, Purpose.COUPLED, expected)
+            np.testing.assert_array_equal(rows["noise"], expected)
+            assert rows["inverse_temperature"] == (1.0 if name == "greedy" else np.float32(1 / 0.8))
+            scaled = rows["logits"] * rows["inverse_temperature"] + expected
+            assert rows["tokens"].tolist() == scaled.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_no_iteration_is_launched_that_could_not_bring_a_token(f4_engine: LoadedEngine, lag: int) -> None:
-    scheduler = Scheduler(f4_engine, RuntimeConfig(max_batch_size=1, draft_length=0, lag=lag))
+def test_no_iteration_is_launched_that_could_not_bring_a_token(served_engine: LoadedEngine, lag: int) -> None:
+    scheduler = Scheduler(served_engine, RuntimeConfig(max_batch_size=1, draft_length=0, lag=lag))
     serve(scheduler, [Request("a", PROMPTS[0], greedy(9))])
     assert scheduler.counters.replays == {"1x1": 8}
 
 
-def test_a_page_tier_is_crossed_without_a_trace_and_counted(f4_long_engine: LoadedEngine) -> None:
-    oracle = Oracle(guarded(f4_long_engine))
+@pytest.mark.parametrize(
+    ("engine", "lengths"),
+    [
+        ("f4_long_engine", (248, 505)),  # tiers 1 to 2 at 256 tokens, 2 to 4 at 512
+        ("t32_long_engine", (56, 120)),  # 1 to 2 at 64, 2 to 4 at 128
+    ],
+)
+def test_a_page_tier_is_crossed_without_a_trace_and_counted(
+    request: pytest.FixtureRequest, engine: str, lengths: tuple[int, ...]
+) -> None:
+    oracle = Oracle(guarded(request.getfixturevalue(engine)))
     stream = np.random.default_rng(2).integers(2, 319, size=540).tolist()
-    for length in (248, 505):  # tiers 1 to 2 at 256 tokens, 2 to 4 at 512
+    for length in lengths:
         prompt = stream[:length]
         expected = oracle.answer(prompt, greedy(24))
         scheduler = Scheduler(oracle.loaded, RuntimeConfig(max_batch_size=2), poison=True)
@@ -240,8 +217,8 @@ def test_a_page_tier_is_crossed_without_a_trace_and_counted(f4_long_engine: Load
         assert answers["b"].tokens == oracle.answer(stream[:9], greedy(24))
 
 
-def test_every_replay_and_padding_row_is_counted(f4_engine: LoadedEngine) -> None:
-    scheduler = Scheduler(f4_engine, RuntimeConfig(max_batch_size=4, cuda_graph_batch_sizes=(4,), draft_length=2))
+def test_every_replay_and_padding_row_is_counted(drafted_engine: LoadedEngine) -> None:
+    scheduler = Scheduler(drafted_engine, RuntimeConfig(max_batch_size=4, cuda_graph_batch_sizes=(4,), draft_length=2))
     serve(scheduler, [Request("a", PROMPTS[0], greedy(2))])
     # One iteration for the second token: of 4 x 3 rows only the anchor's counts, no draft is wanted behind it.
     assert scheduler.counters.replays == {"4x3": 1}
@@ -249,8 +226,8 @@ def test_every_replay_and_padding_row_is_counted(f4_engine: LoadedEngine) -> Non
     assert scheduler.counters.bound == 2  # one prefill shape, one iteration shape
 
 
-def test_iterations_that_nobody_collects_are_refused(f4_engine: LoadedEngine) -> None:
-    scheduler, slots = decoding(f4_engine, RuntimeConfig(max_batch_size=4), PROMPTS)
+def test_iterations_that_nobody_collects_are_refused(drafted_engine: LoadedEngine) -> None:
+    scheduler, slots = decoding(drafted_engine, RuntimeConfig(max_batch_size=4), PROMPTS)
     iteration = scheduler._iteration
     for _ in range(2):
         iteration.launch(slots, 128)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from twostroke.engines.errors import ConfigError, EngineError, RequestError
+from twostroke.engines.loading import LoadedEngine
 from twostroke.runtime.generation import Generation
 from twostroke.runtime.llm import LLM
 from twostroke.runtime.outputs import CompletionOutput, RequestOutput
@@ -267,6 +268,7 @@ def test_result_gives_up_after_its_timeout_and_the_request_goes_on() -> None:
         ("a\udcffb", r"the prompt has '\\udcff' at character 1, expected text that UTF-8 can hold"),
         (5, "inputs is a int"),
         ({"text": "a"}, r"keys \['text'\], expected prompt or prompt_token_ids"),
+        ({"prompt": "a", "cache_salt": "b"}, r"keys \['cache_salt', 'prompt'\], expected prompt or"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "expected prompt or prompt_token_ids"),
     ],
 )
@@ -471,14 +473,14 @@ WORDS = ["hello world", "a", "naïve 😀", "the quick brown fox jumps over the 
 
 
 @pytest.fixture(scope="module")
-def drafted(f4_engine_dir: Path) -> Iterator[LLM]:
-    with LLM(f4_engine_dir) as llm:
+def drafted(drafted_engine: LoadedEngine) -> Iterator[LLM]:
+    with LLM(drafted_engine.folder) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def plain(f4_engine_dir: Path) -> Iterator[LLM]:
-    with LLM(f4_engine_dir, draft_length=0) as llm:
+def plain(drafted_engine: LoadedEngine) -> Iterator[LLM]:
+    with LLM(drafted_engine.folder, draft_length=0) as llm:
         yield llm
 
 
@@ -498,12 +500,12 @@ def test_a_real_engine_gives_the_same_answers_with_and_without_drafts(
     assert plain.stats()["acceptance"]["drafted"] == 0
 
 
-def test_a_real_engine_streams_the_decoding_of_its_ids(drafted: LLM, f4_engine_dir: Path) -> None:
+def test_a_real_engine_streams_the_decoding_of_its_ids(drafted: LLM) -> None:
     params = SamplingParams(max_tokens=60, temperature=2.0, seed=3, ignore_eos=True)
     outputs = list(drafted.generate_async("streams", params, streaming=True))
     answer = answer_of(outputs[-1])
     assert "".join(output.outputs[0].text_diff for output in outputs) == answer.text
-    assert answer.text == Tokenizer(f4_engine_dir).decode(answer.token_ids)
+    assert answer.text == Tokenizer(drafted.model).decode(answer.token_ids)
     assert answer.length == 60
 
 

@@ -10,15 +10,16 @@ from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
 from twostroke.runtime.sampling_params import SamplingParams
 from twostroke.runtime.scheduler import Scheduler
-from twostroke.tests.engines import engine_directory
+from twostroke.tests.served import DRAFTED, Served
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(seed).integers(2, 318, 5 + 9 * seed)) for seed in range(4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_greedy_answers_are_those_of_plain_decoding_at_every_depth(dtype: str) -> None:
-    loaded = load_engine_directory(engine_directory(max_position_embeddings=256, dtype=dtype))
+@pytest.mark.parametrize("served", DRAFTED, ids=str)
+def test_long_greedy_answers_are_those_of_plain_decoding_at_every_depth(served: Served, dtype: str) -> None:
+    loaded = load_engine_directory(served.directory(max_position_embeddings=256, dtype=dtype))
 
     def ids(draft_length: int, batch: int) -> dict[str, list[int]]:
         scheduler = Scheduler(loaded, RuntimeConfig(max_batch_size=batch, draft_length=draft_length))

@@ -29,17 +29,15 @@ from twostroke.tests.runtime.serving import (
     greedy,
     serve,
 )
+from twostroke.tests.served import DRAFTED
 
 STREAM = np.random.default_rng(7).integers(2, 319, size=64).tolist()
 Arrays = Mapping[str, np.ndarray]
 
 
-ENGINES = {"v4-preview": "preview_engine", "v32": "t32_mtp_engine"}
-
-
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[served for served in DRAFTED if served.method == "mtp"], ids=str)
 def oracle(request: pytest.FixtureRequest) -> Oracle:
-    return Oracle(guarded(request.getfixturevalue(ENGINES[request.param])))
+    return Oracle(guarded(request.getfixturevalue(request.param.engine)))
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,14 @@ def test_a_confidence_threshold_without_drafts_is_refused() -> None:
     assert RuntimeConfig(confidence_threshold=0.5, draft_length=1).limits(manifest()).confidence_threshold == 0.5
 
 
+@pytest.mark.parametrize("asked", [True, 1, None])
+def test_a_prefix_cache_is_refused_because_there_is_none_yet(asked: object) -> None:
+    """A-14."""
+    with pytest.raises(ConfigError, match=rf"enable_prefix_caching is {asked}, .*there is no prefix cache yet"):
+        RuntimeConfig(enable_prefix_caching=asked)
+    assert RuntimeConfig(enable_prefix_caching=False) == RuntimeConfig()
+
+
 def test_max_seq_len_above_the_engines_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"max_seq_len is 129, .*built for 128"):
         RuntimeConfig(max_seq_len=129).limits(manifest())
