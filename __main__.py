@@ -1,7 +1,8 @@
 """The `twostroke` command.
 
 Exit codes: 0 done; 1 an error of ours; 2 what was asked for cannot be honoured, and one line on stderr says why;
-130 interrupted; 141 the reader of stdout went away. TWOSTROKE_TRACEBACK=1 shows where an error was raised.
+130 interrupted; 143 terminated; 141 the reader of stdout went away. TWOSTROKE_TRACEBACK=1 shows where an error was
+raised.
 """
 
 from __future__ import annotations

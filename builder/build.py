@@ -5,6 +5,7 @@ Nothing here needs a GPU and no weight is read before every check has passed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -18,7 +19,7 @@ import onnx_ir as ir
 import twostroke
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.draft_folder import check_holds_target, with_draft
-from twostroke.builder.engine_directory import file_records, seal, staging
+from twostroke.builder.engine_directory import check_space, file_records, seal, staging
 from twostroke.builder.export import export_step
 from twostroke.builder.networks.dspark import with_forced_block
 from twostroke.builder.networks.layers import StepSpec, allocate, keep_as_stored, shapes_only
@@ -26,7 +27,7 @@ from twostroke.builder.networks.registry import TARGETS, Draft, Target
 from twostroke.builder.self_check import DEFAULT_LIMIT, compare
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown, shown_list
-from twostroke.builder.weights import collect, parameters_of
+from twostroke.builder.weights import WEIGHTS_BIN, collect, parameters_of, plan_weights, written_bytes
 from twostroke.engines.attention_backends import ENGINES, Phase, backend_refusal, depth_refusal, kv_cache_refusal
 from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import (
@@ -51,7 +52,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`."""
+"""`progress(what, done, total)`: steps of a phase, or bytes (`progress.BYTES`)."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,10 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
     """Builds `destination`. Raises CheckpointError, ConfigError or BuildError; then nothing that loads was written."""
     planned = plan(checkpoint_folder, options)
     checkpoint, specs = planned.checkpoint, planned.stored_networks()
+    parameters = parameters_of(spec.module for spec in specs)
+    check_space(destination, written_bytes(plan_weights(checkpoint, parameters)), WEIGHTS_BIN)
 
-    with staging(destination, options.force) as folder:
+    with staging(destination, options.force, WEIGHTS_BIN) as folder:
         steps = {}
         for done, spec in enumerate(specs):
             progress(f"exporting {spec.name}", done, len(specs))
@@ -185,10 +188,8 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
             )
         progress("exporting", len(specs), len(specs))
         used = {b.name for step in steps.values() for b in step.bindings if b.role == "weight"}
-        parameters = {n: p for n, p in parameters_of(spec.module for spec in specs).items() if n in used}
-        index = collect(
-            checkpoint, parameters, folder, lambda name, done: progress("writing weights", done, len(parameters))
-        )
+        bound = {name: parameter for name, parameter in parameters.items() if name in used}
+        index = collect(checkpoint, bound, folder, progress, _choices(options))
         checkpoint.assert_all_consumed()
         checked = SelfCheck(False, "not asked for")
         if options.self_check:
@@ -211,6 +212,14 @@ def build(checkpoint_folder: Path, destination: Path, options: BuildOptions, pro
         )
         seal(folder, manifest)
     return manifest
+
+
+def _choices(options: BuildOptions) -> str:
+    """All that was chosen but whether to replace what is there: a stopped build goes on only with the same."""
+    chosen = dataclasses.asdict(dataclasses.replace(options, force=False))
+    if options.draft_checkpoint is not None:
+        chosen["draft_checkpoint"] = str(options.draft_checkpoint.resolve())
+    return json.dumps(chosen, sort_keys=True)
 
 
 def self_check(

@@ -1,15 +1,15 @@
 """A checkpoint folder: config.json and safetensors shards, checked as a whole before any weight is used.
 
-The headers are read here instead of through a library because one pass must report every problem, and because a
-memory-mapped tail that is missing reads as zeros or garbage rather than failing.
+The headers are read here instead of through a library because one pass must report every problem.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from twostroke.builder.config import load_config
 from twostroke.builder.inventory import DTYPE_BYTES, TensorSpec
+from twostroke.builder.resumable_file import PIECE
 from twostroke.builder.strict_json import named, parse_json_object, read_json_object, shown, shown_list
 from twostroke.engines.errors import CheckpointError
 
@@ -68,10 +69,7 @@ class Checkpoint:
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(entries))
         self.consumed: set[str] = set()
         self.skipped: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        for entry in entries.values():
-            self._sizes[entry.file] = max(self._sizes.get(entry.file, 0), entry.offset + entry.nbytes)
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._sizes = {file: _size(folder / file) for file in sorted({entry.file for entry in entries.values()})}
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
@@ -127,38 +125,62 @@ class Checkpoint:
         dtype = self.entries[spec.name].dtype
         return dtype in _QUANTISED and dtype not in spec.dtypes
 
-    def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` in the dtype and shape stored, codes as uint8, and mark it consumed.
-
-        It shares the memory of the mapped file (copy on write: changing it never reaches the file, but a second `read`
-        of the same name sees the change); a tensor that is not aligned to its dtype is copied. Raises CheckpointError
-        for an unknown name, a dtype no family has, or a file that changed since `open`.
-        """
+    def use(self, name: str) -> TensorEntry:
+        """Where tensor `name` is, and mark it consumed. Raises CheckpointError for an unknown name, or a file that
+        changed since `open`."""
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {named(name)}")
-        dtype = _TORCH_DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise CheckpointError(f"tensor {name} has dtype {entry.dtype}; readable: {', '.join(_TORCH_DTYPES)}")
-        if entry.nbytes == 0:
-            tensor = torch.empty(entry.shape, dtype=dtype)
-        else:
-            mine = self._bytes_of(entry.file)[entry.offset : entry.offset + entry.nbytes]
-            if entry.offset % dtype.itemsize:
-                mine = mine.clone()
-            tensor = mine.view(dtype).view(entry.shape)
+        path, size = self.folder / entry.file, self._sizes[entry.file]
+        if (found := _size(path)) != size:
+            raise CheckpointError(f"{path} changed since it was opened: it had {size} bytes and has {found} now")
         self.consumed.add(name)
-        return tensor
+        return entry
 
-    def _bytes_of(self, file: str) -> torch.Tensor:
-        """The whole file as u8, mapped copy-on-write at its first use."""
-        if file not in self._mapped:
-            path, size = self.folder / file, self._sizes[file]
-            found = path.stat().st_size if path.is_file() else 0
-            if found != size:
-                raise CheckpointError(f"{path} changed since it was opened: it had {size} bytes and has {found} now")
-            self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        return self._mapped[file]
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The bytes of tensor `name` as stored, at most PIECE at a time and always whole elements. A piece is valid
+        until the next one is asked for. Marks the tensor consumed. Raises CheckpointError as `use` does.
+
+        The file is read, not mapped: pages of a mapping count as this process's own memory for as long as it stays.
+        """
+        entry = self.use(name)
+        left, buffer = entry.nbytes, memoryview(bytearray(min(PIECE, entry.nbytes)))
+        path = self.folder / entry.file
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(entry.offset)
+                while left:
+                    piece = buffer[: min(PIECE, left)]
+                    _fill(file, piece)
+                    left -= len(piece)
+                    yield piece
+        except (OSError, EOFError) as reason:
+            raise CheckpointError(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}") from None
+
+    def values(self, name: str) -> Iterator[torch.Tensor]:
+        """Tensor `name`, flat, in the dtype stored (codes as uint8), in pieces as `pieces`."""
+        dtype = self._torch_dtype(name)
+        return (torch.frombuffer(piece, dtype=dtype) for piece in self.pieces(name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Tensor `name` in the dtype and shape stored, codes as uint8, in memory of its own, and mark it consumed.
+        Raises CheckpointError for an unknown name, a dtype no family has, or a file that changed since `open`."""
+        entry = self.use(name)
+        tensor, at = torch.empty(math.prod(entry.shape), dtype=self._torch_dtype(name)), 0
+        for piece in self.values(name):
+            tensor[at : at + len(piece)] = piece
+            at += len(piece)
+        return tensor.view(entry.shape)
+
+    def _torch_dtype(self, name: str) -> torch.dtype:
+        stored = self.entries[name].dtype
+        if stored not in _TORCH_DTYPES:
+            raise CheckpointError(f"tensor {name} has dtype {stored}; readable: {', '.join(_TORCH_DTYPES)}")
+        return _TORCH_DTYPES[stored]
+
+    def files(self) -> tuple[str, ...]:
+        """The shards, relative to the folder."""
+        return tuple(self._sizes)
 
     def skip(self, prefix: str) -> tuple[str, ...]:
         """Leave the tensors under `prefix` out on purpose. Returns their names, which the caller must show."""
@@ -178,6 +200,18 @@ class Checkpoint:
                 f"{self.folder}: {len(left):,} tensors were read by nobody: {shown_list(left)}",
                 tuple(f"tensor {name} was read by nobody" for name in left),
             )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _fill(file: RawIOBase, piece: memoryview) -> None:
+    while piece:
+        count = file.readinto(piece)
+        if not count:
+            raise EOFError("it ends early")
+        piece = piece[count:]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from twostroke.builder.devices import DEVICES
@@ -52,6 +55,16 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add_sglang_flags(parser)
 
 
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command with exit code 143 as Ctrl-C does with 130: what can be gone on with is kept."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_build(args: argparse.Namespace) -> int:
     """Builds one engine directory and says what it holds."""
     from twostroke.builder.build import BuildOptions, build
@@ -84,7 +97,7 @@ def run_build(args: argparse.Namespace) -> int:
         return _exit_code(args.checkpoint, found.get("problems", []))
     if args.device is not None or args.json:
         raise ConfigError(f"{'--device' if args.device else '--json'} is for a report; give --dry-run with it")
-    with bars() as progress:
+    with stopped_by_sigterm(), bars() as progress:
         manifest = build(args.checkpoint, args.output, options, progress)
     size = sum(record.bytes for record in manifest.files.values())
     print(
@@ -108,7 +121,7 @@ def run_refit(args: argparse.Namespace) -> int:
     from twostroke.builder.progress import bars
     from twostroke.builder.refit import refit
 
-    with bars() as progress:
+    with stopped_by_sigterm(), bars() as progress:
         manifest = refit(args.engine, args.checkpoint, args.draft_checkpoint, progress)
     print(
         f"twostroke: {args.engine} has the weights of {args.checkpoint}; steps {', '.join(manifest.steps)} unchanged",
@@ -121,6 +134,8 @@ def run_inspect_checkpoint(args: argparse.Namespace) -> int:
     """Explains a checkpoint folder from its config and headers; no weight is read. Exit code 2 if anything is wrong."""
     from twostroke.builder.inspection import inspect_checkpoint, render
 
+    if args.verify:
+        raise ConfigError(f"--verify is for engine directories; nothing records the hashes of checkpoint {args.path}")
     found = inspect_checkpoint(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
     print(json.dumps(found, indent=1) if args.json else render(found))
     return _exit_code(args.path, found.get("problems", []))

@@ -7,7 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+BYTES = ("writing weights", "verifying weights")
+"""Phases that count bytes; the others count steps."""
+
+
+class _Amount(ProgressColumn):
+    """Done of total, in bytes where the phase counts them."""
+
+    def render(self, task: Task) -> Text:
+        done, total = int(task.completed), int(task.total or 0)
+        if task.description in BYTES:
+            return Text(f"{decimal(done)}/{decimal(total)}", style="progress.download")
+        return Text(f"{done}/{total}", style="progress.download")
 
 
 @contextmanager
@@ -17,7 +32,7 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn())
     with Progress(*columns, console=console) as shown:
         tasks: dict[str, TaskID] = {}
 

@@ -17,11 +17,11 @@ from twostroke.builder.build import Progress, copy_tokenizer, silent
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.config import parse_config
 from twostroke.builder.draft_folder import with_draft
-from twostroke.builder.engine_directory import file_records, seal, staging
+from twostroke.builder.engine_directory import check_space, file_records, seal, staging
 from twostroke.builder.networks.registry import TARGETS, Target
 from twostroke.builder.shared_tensors import own_tensors
 from twostroke.builder.strict_json import shown_list
-from twostroke.builder.weights import WEIGHTS_BIN, collect, usable, weight_source
+from twostroke.builder.weights import WEIGHTS_BIN, collect, plan_weights, usable, weight_source, written_bytes
 from twostroke.engines.errors import BuildError
 from twostroke.engines.manifest import CONFIG_FILE, WEIGHTS_FILE, Manifest, SelfCheck, encode, read_manifest
 
@@ -50,15 +50,14 @@ def refit(
     }
     _check_sharing(engine, checkpoint, target, set(parameters), own_tensors(checkpoint, tensors))
     _check_storage(engine, checkpoint, parameters)
+    check_space(engine, written_bytes(plan_weights(checkpoint, parameters)), WEIGHTS_BIN)
 
-    with staging(engine, replace=True) as folder:
+    with staging(engine, replace=True, resumable=WEIGHTS_BIN) as folder:
         for name in manifest.files:
             if name not in (WEIGHTS_FILE, WEIGHTS_BIN):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(engine / name, folder / name)
-        index = collect(
-            checkpoint, parameters, folder, lambda name, done: progress("writing weights", done, len(parameters))
-        )
+        index = collect(checkpoint, parameters, folder, progress, "refit")
         checkpoint.assert_all_consumed()
         (folder / WEIGHTS_FILE).write_bytes(encode(index))
         copy_tokenizer(checkpoint_folder, folder)

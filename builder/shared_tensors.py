@@ -8,12 +8,15 @@ costs every accepted token without an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.inventory import TensorSpec
+from twostroke.builder.resumable_file import PIECE
+
+_BLOCK = PIECE // 8  # elements: a piece of any dtype is a whole number of blocks
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +37,14 @@ def own_tensors(checkpoint: Checkpoint, inventory: Iterable[TensorSpec]) -> froz
 
 
 def _equal(checkpoint: Checkpoint, mine: str, target: str) -> bool:
-    """Equal values, block by block: a released pair is two gigabytes each."""
-    rows = 4096
-    a, b = checkpoint.read(mine), checkpoint.read(target)
-    pieces = range(0, a.shape[0], rows)
-    return all(torch.equal(a[at : at + rows].float(), b[at : at + rows].float()) for at in pieces)
+    """Equal values, element by element whatever the dtypes, in pieces: a released pair is two gigabytes each."""
+    if checkpoint.entries[mine].shape != checkpoint.entries[target].shape:
+        return False
+    ours, theirs = _blocks(checkpoint, mine), _blocks(checkpoint, target)
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
+
+
+def _blocks(checkpoint: Checkpoint, name: str) -> Iterator[torch.Tensor]:
+    """Flat blocks of as many elements for every dtype."""
+    for piece in checkpoint.values(name):
+        yield from piece.split(_BLOCK)

@@ -2,21 +2,27 @@
 
 A network's parameter carries the name of the checkpoint tensor it is; the experts of a layer are one bank, stacked
 from one tensor an expert: `P.experts.M.weight` from all `P.experts.<e>.M.weight`. Bytes usable as stored stay in the
-checkpoint's shard, the rest is written once into `weights.bin`. FP8 and FP4 codes are bound as they are.
+checkpoint's shard, the rest is written once into `weights.bin`, in pieces: a checkpoint is far larger than memory. FP8
+and FP4 codes are bound as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+import twostroke
 from twostroke.builder.checkpoint import SCALES, Checkpoint, TensorEntry
+from twostroke.builder.resumable_file import Part, Progress, write_parts
 from twostroke.builder.scales import check_scales
 from twostroke.engines.manifest import ShardRecord, WeightRecord, WeightsIndex
 from twostroke.plugins.quantised.reference import dequantise_fp4, dequantise_fp8
@@ -59,18 +65,23 @@ def weight_source(name: str, shape: tuple[int, ...]) -> WeightSource:
 def read_weight(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The value of a parameter, in memory of its own: codes as they are for one of uint8, their values for another."""
     source = weight_source(name, shape)
+    tensors = [_value(checkpoint, n, dtype) for n in source.names]
+    return torch.stack(tensors) if source.stacked else tensors[0]
 
-    def value(tensor: str) -> Tensor:
-        stored = checkpoint.read(tensor)
-        if dtype == torch.uint8 or checkpoint.entries[tensor].dtype not in ("F8_E4M3", "I8"):
-            return stored.to(dtype)
-        stem = tensor.removesuffix(".weight")
-        scale = next(checkpoint.read(f"{stem}.{s}") for s in SCALES if f"{stem}.{s}" in checkpoint.entries)
-        dequantise = dequantise_fp8 if checkpoint.entries[tensor].dtype == "F8_E4M3" else dequantise_fp4
-        return dequantise(stored, scale).to(dtype)
 
-    tensors = [value(n) for n in source.names]
-    return torch.stack(tensors) if source.stacked else tensors[0].clone()
+def _value(checkpoint: Checkpoint, tensor: str, dtype: torch.dtype) -> Tensor:
+    stored = checkpoint.read(tensor)
+    if not _holds_codes(checkpoint.entries[tensor], dtype):
+        return stored.to(dtype)
+    stem = tensor.removesuffix(".weight")
+    scale = next(checkpoint.read(f"{stem}.{s}") for s in SCALES if f"{stem}.{s}" in checkpoint.entries)
+    dequantise = dequantise_fp8 if checkpoint.entries[tensor].dtype == "F8_E4M3" else dequantise_fp4
+    return dequantise(stored, scale).to(dtype)
+
+
+def _holds_codes(entry: TensorEntry, dtype: torch.dtype) -> bool:
+    """Whether a value of `dtype` is more than the stored number: a code times its scale."""
+    return dtype != torch.uint8 and entry.dtype in ("F8_E4M3", "I8")
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -79,35 +90,83 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> None:
         parameter.data = read_weight(checkpoint, name, tuple(parameter.shape), parameter.dtype)
 
 
+def plan_weights(
+    checkpoint: Checkpoint, parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, WeightRecord]:
+    """Where the bytes of every weight binding are, or will be when `weights.bin` is written. Reads nothing."""
+    shards = {file: str((checkpoint.folder / file).resolve()) for file in checkpoint.files()}
+    records, end = {}, 0
+    for name, (shape, dtype) in parameters.items():
+        source = weight_source(name, shape)
+        entry = None if source.stacked else checkpoint.entries[source.names[0]]
+        if entry is not None and usable(entry, dtype):
+            place = (shards[entry.file], entry.offset, entry.nbytes)
+            records[name] = WeightRecord(*place, _name(dtype), shape, "as stored")
+        else:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + math.prod(shape) * dtype.itemsize
+            records[name] = WeightRecord(WEIGHTS_BIN, start, end - start, _name(dtype), shape, source.transform)
+    return records
+
+
+def written_bytes(records: Mapping[str, WeightRecord]) -> int:
+    """Size of the `weights.bin` that the plan asks for."""
+    return max((part.end for part in _parts(records)), default=0)
+
+
 def collect(
     checkpoint: Checkpoint,
     parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     folder: Path,
-    advance: Callable[[str, int], None] = lambda name, done: None,
+    progress: Progress = lambda what, done, total: None,
+    choices: str = "",
 ) -> WeightsIndex:
-    """Writes `weights.bin` into `folder` and says where every weight binding's bytes are. Raises as `check_scales`."""
+    """Writes `weights.bin` into `folder` and says where every weight binding's bytes are. In memory is one piece of a
+    tensor, or one tensor where its codes are multiplied out.
+
+    What a killed process left of the same file is kept: the same shards by size, date and header, the same weights,
+    `choices` and version. Raises as `check_scales`.
+    """
     check_scales(checkpoint)
-    weights: dict[str, WeightRecord] = {}
-    shards: dict[str, ShardRecord] = {}
-    with open(folder / WEIGHTS_BIN, "wb") as out:
-        for name, (shape, dtype) in parameters.items():
-            source = weight_source(name, shape)
-            entry = None if source.stacked else checkpoint.entries[source.names[0]]
-            if entry is not None and usable(entry, dtype):
-                checkpoint.read(source.names[0])
-                shard = str((checkpoint.folder / entry.file).resolve())
-                if shard not in shards:
-                    shards[shard] = shard_record(Path(shard))
-                record = WeightRecord(shard, entry.offset, entry.nbytes, _name(dtype), shape, "as stored")
-            else:
-                value = read_weight(checkpoint, name, shape, dtype)
-                out.write(b"\0" * (-out.tell() % ALIGNMENT))
-                start = out.tell()
-                out.write(value.contiguous().view(torch.uint8).numpy().data.cast("B"))
-                record = WeightRecord(WEIGHTS_BIN, start, out.tell() - start, _name(dtype), shape, source.transform)
-            weights[name] = record
-            advance(name, len(weights))
-    return WeightsIndex(weights, shards)
+    records = plan_weights(checkpoint, parameters)
+    shards = {
+        path: shard_record(path) for path in {(checkpoint.folder / file).resolve() for file in checkpoint.files()}
+    }
+    inputs = [(str(path), path.stat().st_mtime_ns, msgspec.to_builtins(shards[path])) for path in sorted(shards)]
+    key = json.dumps([twostroke.__version__, choices, inputs, msgspec.to_builtins(records)])
+
+    def content(part: Part) -> Iterator[memoryview]:
+        shape, dtype = parameters[part.name]
+        for name in weight_source(part.name, shape).names:
+            yield from _bytes(checkpoint, name, dtype)
+
+    for name, (shape, _) in parameters.items():
+        for tensor in weight_source(name, shape).names:
+            checkpoint.use(tensor)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    write_parts(folder / WEIGHTS_BIN, digest, _parts(records), content, progress)
+    referred = {record.file for record in records.values()}
+    return WeightsIndex(records, {str(path): shards[path] for path in sorted(shards) if str(path) in referred})
+
+
+def _parts(records: Mapping[str, WeightRecord]) -> list[Part]:
+    return [Part(name, r.offset, r.bytes) for name, r in records.items() if r.file == WEIGHTS_BIN]
+
+
+def _bytes(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+    """A tensor's bytes as a weight of `dtype`."""
+    entry = checkpoint.entries[name]
+    if _STORED.get(entry.dtype) == dtype:
+        yield from checkpoint.pieces(name)
+    elif _holds_codes(entry, dtype):
+        yield _memory(_value(checkpoint, name, dtype))
+    else:
+        for values in checkpoint.values(name):
+            yield _memory(values.to(dtype))
+
+
+def _memory(values: Tensor) -> memoryview:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

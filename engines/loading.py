@@ -11,6 +11,7 @@ import numpy as np
 
 from twostroke.engines.base import Buffer, Compiler, Engine
 from twostroke.engines.errors import EngineError
+from twostroke.engines.file_records import check_file
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -95,22 +96,34 @@ def check_manifest(folder: Path, manifest: Manifest) -> None:
         raise EngineError(f"{folder / CONFIG_FILE}: {'; '.join(wrong)}; rebuild the engine")
 
 
-def verify_files(folder: Path, manifest: Manifest, index: WeightsIndex) -> None:
-    """Checks presence, size and hash of every file the manifest names, and size and header of every shard it uses."""
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    index: WeightsIndex,
+    full: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> None:
+    """Checks presence, size and contents of every file the manifest names, and size and header of every shard it uses.
+
+    Contents are held against the hash; those of a large file, unless `full`, against its fingerprint.
+    """
     for step in manifest.steps.values():
         if step.file not in manifest.files:
             raise EngineError(
                 f"{folder / CONFIG_FILE}: step {step.name} is in {step.file}, which is none of the directory's files; "
                 "rebuild the engine"
             )
+    done, total = 0, sum(record.bytes for record in manifest.files.values())
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("verifying files", done, total)
+
     for name, record in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
+        if not (folder / name).is_file():
             raise EngineError(f"{folder}: file {name} is missing; rebuild the engine")
-        if path.stat().st_size != record.bytes:
-            raise EngineError(f"{path}: {path.stat().st_size} bytes found, {record.bytes} expected; rebuild the engine")
-        if file_hash(path) != record.sha256:
-            raise EngineError(f"{path}: the contents changed since the build (SHA-256 differs); rebuild the engine")
+        check_file(folder / name, record, full, advance)
     for shard, expected in index.shards.items():
         path = Path(shard)
         if not path.is_file():
@@ -140,12 +153,6 @@ def verify_state(folder: Path, manifest: Manifest) -> None:
                     f"{folder}: step {step.name} keeps {binding.name} as {found}, the manifest declares {expected}; "
                     "rebuild the engine"
                 )
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file's contents."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def map_weights(folder: Path, index: WeightsIndex) -> dict[str, Buffer]:

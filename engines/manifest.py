@@ -148,10 +148,12 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and SHA-256 of a file of the directory, checked at load."""
+    """Size and SHA-256 of a file of the directory, checked at load. A large file has a fingerprint too
+    (`file_records`), which is checked instead; its SHA-256 where that is asked for."""
 
     bytes: int
     sha256: str
+    fingerprint: str | None = None
 
 
 class SelfCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

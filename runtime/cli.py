@@ -20,7 +20,8 @@ import numpy as np
 from twostroke.engines.errors import RequestError
 from twostroke.engines.launch_flags import DRAFT_LENGTH, MAX_BATCH_SIZE, NO_SPECULATION
 from twostroke.engines.launch_parser import add_flag, add_sglang_flags, launch_options
-from twostroke.engines.manifest import read_manifest
+from twostroke.engines.loading import verify_files
+from twostroke.engines.manifest import read_manifest, read_weights_index
 from twostroke.runtime.generation import Generation
 from twostroke.runtime.inspection import inspect_engine, render, startup_line
 from twostroke.runtime.llm import LLM
@@ -134,6 +135,9 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `twostroke inspect`."""
     parser.add_argument("path", metavar="PATH", type=Path, help="engine directory, or a checkpoint folder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every file of an engine directory and compare its hash"
+    )
     parser.add_argument("--batch-size", metavar="B", type=int, help="requests at once that memory is reckoned for")
     parser.add_argument("--seq-len", metavar="L", type=int, help="tokens of each of them, prompt and answer")
 
@@ -141,6 +145,10 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     """Explains an engine directory."""
     report = inspect_engine(args.path, batch_size=args.batch_size, seq_len=args.seq_len)
+    if args.verify:
+        with _bars() as progress:
+            verify_files(args.path, read_manifest(args.path), read_weights_index(args.path), True, progress)
+        report["verified"] = True
     print(json.dumps(report, indent=1) if args.json else render(report))
     return 0
 

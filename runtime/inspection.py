@@ -174,6 +174,8 @@ def render(report: dict[str, Any]) -> str:
         lines.append(f"not checked  against its network when built: {check['what']}")
     lines += [f"shard        {shard}" for shard in weights["shards"]]
     lines += [f"file         {name}, {size} bytes" for name, size in report["files"].items()]
+    if report.get("verified"):
+        lines.append("verified     every file has the hash it was built with")
     return "\n".join(lines)
 
 

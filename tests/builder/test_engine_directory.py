@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,7 +20,7 @@ import pytest
 
 from twostroke.builder import build as build_module
 from twostroke.builder.build import BuildOptions, build
-from twostroke.builder.engine_directory import staging
+from twostroke.builder.engine_directory import check_space, staging
 from twostroke.engines.errors import BuildError, EngineError
 from twostroke.engines.loading import load_engine_directory
 from twostroke.engines.manifest import Manifest, read_manifest
@@ -81,15 +82,15 @@ def killed(stage, done, destination, force=False):
     if child == 0:
         if stage == "sealing":
             module.seal = die
-        where = lambda what, at, total: die() if (what.split()[0], at) == (stage, done) else None
+        where = lambda what, at, total: die() if what.split()[0] == stage and at >= done else None
         build(checkpoint, destination, BuildOptions(force=force), where)
         os._exit(0)
     print(stage, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 killed("exporting", 0, folder / "exporting" / "engine")
-killed("writing", 17, folder / "writing" / "engine")
+killed("writing", 50_000, folder / "writing" / "engine")
 killed("sealing", 0, folder / "sealing" / "engine")
-killed("writing", 17, replaced, force=True)
+killed("writing", 50_000, replaced, force=True)
 """
 
 
@@ -146,11 +147,28 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(checkpoint: Path, tiny_disk: Path) -> None:
+def test_a_disk_without_room_for_the_weights_is_refused_before_anything_is_written(
+    checkpoint: Path, tiny_disk: Path
+) -> None:
     message = refusal(checkpoint, tiny_disk / "engine")
-    assert message.startswith("no space left on the device that holds")
-    assert str(tiny_disk) in message
-    assert "free some and rerun" in message
+    assert re.fullmatch(
+        f"{tiny_disk}/engine needs [0-9,]+ bytes for weights, the device that holds {tiny_disk} has [0-9,]+ free; free "
+        "some or choose another -o",
+        message,
+    )
+    needed, free = (
+        int(found.replace(",", "")) for found in re.findall(r"[0-9,]{5,}", message.replace(str(tiny_disk), ""))
+    )
+    assert free <= 96 << 10 < needed
+
+
+def test_what_a_stopped_build_left_of_the_weights_counts_as_room(tiny_disk: Path) -> None:
+    """80 of 96 KiB are taken by the half that is there already."""
+    (tiny_disk / ".engine.building").mkdir()
+    (tiny_disk / ".engine.building" / "weights.bin").write_bytes(b"x" * (80 << 10))
+    check_space(tiny_disk / "engine", 90 << 10, "weights.bin")
+    with pytest.raises(BuildError, match="needs 99,328 bytes"):
+        check_space(tiny_disk / "engine", 97 << 10, "weights.bin")
 
 
 def test_a_file_size_limit_is_one_sentence_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -280,7 +298,9 @@ def test_building_twice_gives_the_same_files(built: Built, other_process: Path) 
 def test_progress_names_every_stage_and_ends_complete(built: Built) -> None:
     assert [what for what, *_ in built.progress[:2]] == ["exporting target", "exporting"]
     weights = [(done, total) for what, done, total in built.progress if what == "writing weights"]
-    assert weights == [(i + 1, len(weights)) for i in range(len(weights))]
+    assert {total for _, total in weights} == {(built.folder / "weights.bin").stat().st_size}, "bytes are counted"
+    assert [done for done, _ in weights] == sorted(done for done, _ in weights)
+    assert weights[-1][0] == weights[-1][1]
 
 
 def test_a_second_build_to_the_same_place_is_refused_while_the_first_runs(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +136,53 @@ def test_only_routed_experts_are_stacked(name: str, shape: tuple[int, ...], sour
     """ "w1" appears in the names of the shared expert and of the markov head too."""
     assert weight_source(name, shape).names == sources
     assert weight_source(name, shape).stacked is (len(sources) > 1)
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from twostroke.builder.checkpoint import Checkpoint, read_entries
+from twostroke.builder.inventory import TensorSpec
+from twostroke.builder.shared_tensors import own_tensors
+from twostroke.builder.weights import collect
+
+folder, out = map(Path, sys.argv[1:])
+checkpoint = Checkpoint(folder, None, read_entries(folder))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+torch.zeros(1 << 20).to(torch.bfloat16).float()
+before = peak()
+parameters = {
+    "a.experts.w1.weight": ((4, 1 << 15, 1 << 11), torch.float32),  # 1 GiB, stacked
+    "codes.experts.w1.weight": ((4, 1 << 15, 1 << 11), torch.uint8),  # 256 MiB, stacked as they are
+    "embed.weight": ((1 << 15, 1 << 12), torch.float32),  # 512 MiB of 256 converted
+}
+collect(checkpoint, parameters, out)
+middle = peak()
+own_tensors(checkpoint, [TensorSpec("copy.weight", (1 << 15, 1 << 12), ("BF16",), "embed.weight")])
+print(middle - before, peak() - middle)
+"""
+
+
+def test_weights_of_any_size_are_written_and_compared_in_little_memory(tmp_path: Path) -> None:
+    """1.8 GB are written and half a gigabyte compared with another half; the process grows by a few pieces."""
+    entries, at = {}, 0
+    tensors = {f"a.experts.{e}.w1.weight": ("F32", (1 << 15, 1 << 11), 4) for e in range(4)}
+    tensors |= {f"codes.experts.{e}.w1.weight": ("F8_E4M3", (1 << 15, 1 << 11), 1) for e in range(4)}
+    tensors |= {name: ("BF16", (1 << 15, 1 << 12), 2) for name in ("embed.weight", "copy.weight")}
+    for name, (dtype, shape, itemsize) in tensors.items():
+        end = at + math.prod(shape) * itemsize
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(entries).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + at)  # holes
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", PEAK, str(tmp_path), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out" / WEIGHTS_BIN).stat().st_size == (1024 + 256 + 512) << 20
+    grown, compared = map(int, result.stdout.split())
+    assert grown < 160, f"writing took {grown} MiB"
+    assert compared < 96, f"comparing took {compared} MiB"

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from twostroke.__main__ import main
 from twostroke.engines.errors import EngineError
-from twostroke.engines.loading import file_hash, load_engine_directory, map_weights
+from twostroke.engines.file_records import LARGE, file_record
+from twostroke.engines.loading import load_engine_directory, map_weights
 from twostroke.engines.manifest import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    FileRecord,
     WeightRecord,
     WeightsIndex,
     encode,
@@ -45,7 +46,7 @@ def engine(f4_engine_dir: Path, tmp_path: Path) -> Path:
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
     """Makes the manifest agree with the files again, after an optional edit of its JSON."""
     manifest = read_manifest(folder)
-    files = {n: FileRecord((folder / n).stat().st_size, file_hash(folder / n)) for n in manifest.files}
+    files = {n: file_record(folder / n) for n in manifest.files}
     config = json.loads(encode(msgspec.structs.replace(manifest, files=files)))
     edit(config)
     (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -146,6 +147,43 @@ def test_one_changed_byte(engine: Path, name: str) -> None:
     message = refusal(engine)
     assert f"{path}: the contents changed since the build" in message
     assert "rebuild the engine" in message
+
+
+@pytest.fixture
+def large(engine: Path) -> Path:
+    """The engine with weights.bin grown beyond what is read whole at load; holes follow the weights."""
+    with open(engine / "weights.bin", "r+b") as file:
+        file.truncate(LARGE + 12345)
+    reseal(engine)
+    return engine
+
+
+def test_a_large_file_is_checked_by_its_fingerprint_at_load_and_in_full_on_demand(
+    large: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One byte where no block of the fingerprint is."""
+    assert main(["inspect", str(large), "--verify"]) == 0
+    assert "verified     every file has the hash it was built with" in capsys.readouterr().out
+    with open(large / "weights.bin", "r+b") as file:
+        file.seek(200_000_000)
+        file.write(b"!")
+    load_engine_directory(large)
+    assert main(["inspect", str(large)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(large), "--verify"]) == 2
+    said = capsys.readouterr().err
+    assert f"{large / 'weights.bin'}: the contents changed since the build (SHA-256 differs); rebuild" in said
+
+
+def test_a_large_file_with_a_changed_weight_does_not_load(large: Path) -> None:
+    with open(large / "weights.bin", "r+b") as file:
+        file.write(b"!")
+    assert f"{large / 'weights.bin'}: the contents changed since the build (fingerprint differs)" in refusal(large)
+
+
+def test_verify_of_a_checkpoint_is_refused(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(engine.parent / "checkpoint"), "--verify"]) == 2
+    assert "--verify is for engine directories" in capsys.readouterr().err
 
 
 def test_a_changed_weights_index(engine: Path) -> None:
