@@ -64,6 +64,12 @@ UNSUPPORTED_MODEL_TYPES: Mapping[str, str] = {
 
 SIZE = (1, 1 << 24)
 """Range of every dimension."""
+HEADS = (1, 1 << 16)
+"""Range of numbers of heads and of their sizes: rope tables are made of the latter, and products must fit 64 bits."""
+LAYERS = (1, 512)
+EXPERTS = (1, 1024)
+MOST_EXPERTS = 1 << 15
+"""Routed experts of all layers together: each is several tensors that are listed one by one."""
 DSPARK_BLOCKS = (1, 64)
 """Range of a DSpark block."""
 
@@ -249,11 +255,11 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
     fields = Fields(in_original_fields(fields.values, fields.where), fields.where)
     fields.take("model_type")
     check_only_values(fields, ONLY_VALUE, ONLY_NOTE)
-    layers = fields.integer("num_hidden_layers", 1, 1024)
-    heads = fields.integer("num_attention_heads", *SIZE)
+    layers = fields.integer("num_hidden_layers", *LAYERS)
+    heads = fields.integer("num_attention_heads", *HEADS)
     vocab = fields.integer("vocab_size", 2, SIZE[1])
-    head_dim = fields.integer("head_dim", *SIZE)
-    experts = fields.integer("n_routed_experts", 1, 4096)
+    head_dim = fields.integer("head_dim", *HEADS)
+    experts = fields.integer("n_routed_experts", *EXPERTS)
     rope_theta, compress_rope_theta, rope_scaling = _rope(fields, head_dim)
     dspark = _dspark(fields, layers, vocab)
     ratios, layer_types = _layers(fields, layers)
@@ -274,8 +280,8 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position_embeddings=fields.integer("max_position_embeddings", 1, (1 << 31) - 1),
-        index_n_heads=fields.integer("index_n_heads", *SIZE),
-        index_head_dim=fields.integer("index_head_dim", *SIZE),
+        index_n_heads=fields.integer("index_n_heads", *HEADS),
+        index_head_dim=fields.integer("index_head_dim", *HEADS),
         index_topk=fields.integer("index_topk", *SIZE),
         moe_intermediate_size=fields.integer("moe_intermediate_size", *SIZE),
         n_routed_experts=experts,
@@ -291,13 +297,20 @@ def parse_deepseek_v4(fields: Fields) -> DeepseekV4Config:
         bos_token_id=fields.integer("bos_token_id", 0, vocab - 1),
         eos_token_ids=read_eos(fields, vocab),
         torch_dtype=read_dtype(fields),
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, LAYERS[1], default=0),
         dspark=dspark,
         quantised=read_quantised(fields, "fp4"),
     )
     _check_relations(config, fields)
     fields.check_all_taken(HARMLESS)
     return config
+
+
+def check_experts(fields: Fields, layers: int, experts: int) -> None:
+    """Refuses more routed experts than anybody has, before each is listed. `layers` are those of the draft too."""
+    if layers * experts > MOST_EXPERTS:
+        accepted = f"in {layers:,} layers that is more than {MOST_EXPERTS:,} experts in all, the most accepted"
+        raise fields.refused("n_routed_experts", experts, accepted)
 
 
 def read_quantised(fields: Fields, expert_dtype: str | None) -> bool:
@@ -392,6 +405,8 @@ def read_theta(fields: Fields, name: str, inner: float | None) -> float:
     theta = fields.positive(name, ... if inner is None else inner)
     if inner is not None and theta != inner:
         raise fields.refused(name, theta, f"but the rope dictionary says {inner}; they must agree")
+    if theta <= 1:
+        raise fields.refused(name, theta, "expected a number above 1: frequencies are its negative powers")
     return theta
 
 
@@ -533,6 +548,8 @@ def read_markov_head_type(fields: Fields, default: Any = ...) -> str:
 def _check_relations(config: DeepseekV4Config, fields: Fields) -> None:
     """Sizes that must fit each other, or a reshape would mix what does not belong together."""
     heads, groups, rotary = config.num_attention_heads, config.o_groups, config.qk_rope_head_dim
+    stages = config.dspark.stages if config.dspark else config.num_nextn_predict_layers
+    check_experts(fields, config.num_hidden_layers + stages, config.n_routed_experts)
     if heads % groups:
         raise fields.refused("o_groups", groups, f"must divide num_attention_heads = {heads}")
     if rotary % 2:

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from twostroke.builder.config import SIZE, UNSUPPORTED_MODEL_TYPES, read_markov_head_type
 from twostroke.builder.strict_json import Fields, shown, shown_list
@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class DenseDraftConfig:
     """What the draft reads of its target, how a block is laid out, and its two heads."""
+
+    quantised: ClassVar[bool] = False  # its weights are floats
 
     base: str  # model type of its layers
     hidden_size: int

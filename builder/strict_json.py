@@ -129,8 +129,8 @@ class Fields:
 
     def positive(self, name: str, default: Any = ...) -> float:
         found = self.take(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:
-            raise self.refused(name, found, "expected a positive number")
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 1e-30 < found < 1e30:
+            raise self.refused(name, found, "expected a positive number between 1e-30 and 1e30")
         return float(found)
 
     def check_all_taken(self, harmless: Collection[str] = ()) -> None:

@@ -10,12 +10,12 @@ the original layout without touching a byte. Names: `spec/deepseek_v4.md` sectio
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from twostroke.builder.checkpoint import TensorEntry
+from twostroke.builder.config import HEADS
 from twostroke.builder.strict_json import named, shown
 from twostroke.engines.errors import CheckpointError, ConfigError
 
@@ -134,13 +134,14 @@ def in_original_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
                 "beside a list layer_types"
             )
         ratios = [rates.get(kind, 0) if isinstance(kind, str) else 0 for kind in types]
-        if "compress_ratios" not in values or values["compress_ratios"][: len(ratios)] != ratios:
+        stated = values.get("compress_ratios")
+        if not isinstance(stated, list) or stated[: len(ratios)] != ratios:
             put("compress_ratios", ratios, "compress_rates with layer_types")
     if "mlp_layer_types" in found:
         types = found.pop("mlp_layer_types")
         hashed = types.count("hash_moe") if isinstance(types, list) else -1
         layers = values.get("num_hidden_layers")
-        if not isinstance(layers, int) or types != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
+        if hashed < 0 or types != ["hash_moe"] * hashed + ["moe"] * (len(types) - hashed) or len(types) != layers:
             raise ConfigError(
                 f"{where}: field mlp_layer_types is {shown(types)}; expected hash_moe for the first layers and moe for "
                 f"the others, num_hidden_layers = {shown(layers)} in all"
@@ -148,8 +149,12 @@ def in_original_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         put("num_hash_layers", hashed, "mlp_layer_types")
     if "partial_rotary_factor" in found:
         share, size = found.pop("partial_rotary_factor"), values.get("head_dim")
-        if not isinstance(share, int | float) or not isinstance(size, int) or not math.isfinite(share * size):
-            raise ConfigError(f"{where}: field partial_rotary_factor is {shown(share)}; expected a share of head_dim")
+        fits = isinstance(share, int | float) and 0 < share <= 1 and isinstance(size, int) and 0 < size <= HEADS[1]
+        if not fits:
+            raise ConfigError(
+                f"{where}: field partial_rotary_factor is {shown(share)}; expected a share of head_dim, above 0 and at "
+                "most 1"
+            )
         put("qk_rope_head_dim", round(share * size), "partial_rotary_factor")
     for name in HARMLESS:
         found.pop(name, None)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import twostroke
 from twostroke.builder.checkpoint import SCALES, Checkpoint, TensorEntry
 from twostroke.builder.resumable_file import Part, Progress, write_parts
+from twostroke.builder.scales import check_scales
 from twostroke.engines.manifest import ShardRecord, WeightRecord, WeightsIndex
 from twostroke.plugins.quantised.reference import dequantise_fp4, dequantise_fp8
 
@@ -124,8 +125,9 @@ def collect(
     tensor, or one tensor where its codes are multiplied out.
 
     What a killed process left of the same file is kept: the same shards by size, date and header, the same weights,
-    `choices` and version.
+    `choices` and version. Raises as `check_scales`.
     """
+    check_scales(checkpoint)
     records = plan_weights(checkpoint, parameters)
     shards = {
         path: shard_record(path) for path in {(checkpoint.folder / file).resolve() for file in checkpoint.files()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from twostroke.builder import config as shared
-from twostroke.builder.config import FP8_BLOCK, SIZE, RopeScaling
+from twostroke.builder.config import EXPERTS, FP8_BLOCK, HEADS, LAYERS, SIZE, RopeScaling
 from twostroke.builder.draft_detection import check_requested
 from twostroke.builder.inventory import FLOAT_DTYPES, FP8_SCALES, WEIGHT_DTYPES, TensorSpec
 from twostroke.builder.strict_json import Fields, shown_list
@@ -108,11 +108,11 @@ class DeepseekV32Config:
 def parse_config(fields: Fields) -> DeepseekV32Config:
     """The fields of a V3.2 config (`spec/deepseek_v32.md` section 1). Raises ConfigError."""
     shared.check_only_values(fields, ONLY_VALUE, ONLY_NOTE)
-    layers = fields.integer("num_hidden_layers", 1, 1024)
+    layers = fields.integer("num_hidden_layers", *LAYERS)
     vocab = fields.integer("vocab_size", 2, SIZE[1])
-    experts = fields.integer("n_routed_experts", 1, 4096)
+    experts = fields.integer("n_routed_experts", *EXPERTS)
     groups = fields.integer("n_group", 1, experts)
-    rotary = fields.integer("qk_rope_head_dim", 2, SIZE[1])
+    rotary = fields.integer("qk_rope_head_dim", 2, HEADS[1])
     interleave = fields.take("indexer_rope_interleave", False)
     if not isinstance(interleave, bool):
         raise fields.refused("indexer_rope_interleave", interleave, "expected true or false")
@@ -126,14 +126,14 @@ def parse_config(fields: Fields) -> DeepseekV32Config:
         vocab_size=vocab,
         hidden_size=fields.integer("hidden_size", *SIZE),
         num_hidden_layers=layers,
-        num_attention_heads=fields.integer("num_attention_heads", *SIZE),
+        num_attention_heads=fields.integer("num_attention_heads", *HEADS),
         q_lora_rank=fields.integer("q_lora_rank", *SIZE),
         kv_lora_rank=fields.integer("kv_lora_rank", *SIZE),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim", *SIZE),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim", *HEADS),
         qk_rope_head_dim=rotary,
-        v_head_dim=fields.integer("v_head_dim", *SIZE),
-        index_n_heads=fields.integer("index_n_heads", *SIZE),
-        index_head_dim=fields.integer("index_head_dim", *SIZE),
+        v_head_dim=fields.integer("v_head_dim", *HEADS),
+        index_n_heads=fields.integer("index_n_heads", *HEADS),
+        index_head_dim=fields.integer("index_head_dim", *HEADS),
         index_topk=fields.integer("index_topk", *SIZE),
         indexer_rope_interleave=interleave,
         rope_theta=shared.read_theta(fields, "rope_theta", theta),
@@ -151,7 +151,7 @@ def parse_config(fields: Fields) -> DeepseekV32Config:
         bos_token_id=fields.integer("bos_token_id", 0, vocab - 1),
         eos_token_ids=shared.read_eos(fields, vocab),
         torch_dtype=shared.read_dtype(fields),
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, 1024, default=0),
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, LAYERS[1], default=0),
         quantised=shared.read_quantised(fields, None),
     )
     _check_relations(config, fields)
@@ -162,6 +162,7 @@ def parse_config(fields: Fields) -> DeepseekV32Config:
 def _check_relations(config: DeepseekV32Config, fields: Fields) -> None:
     """Sizes that must fit each other, and fields that only repeat what others say."""
     rotary, experts, groups = config.qk_rope_head_dim, config.n_routed_experts, config.n_group
+    shared.check_experts(fields, config.num_hidden_layers + config.num_nextn_predict_layers, experts)
     if rotary % 2:
         raise fields.refused("qk_rope_head_dim", rotary, "rotary dims come in pairs: expected an even number")
     if config.index_head_dim < rotary:

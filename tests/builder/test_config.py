@@ -138,10 +138,29 @@ def test_wrong_type_or_range_is_refused_with_field_and_value(name: str, value: A
         ("compress_ratios", [0, 0, 4, 1, 4, 0]),
         ("compress_ratios", [0, 0, 4, 8, 4]),
         ("compress_ratios", [0, 0, 4, 8, 4, 0, 4]),
+        ("compress_rope_theta", 1),
+        ("rms_norm_eps", 1e-320),
+        ("head_dim", 1 << 24),
+        ("n_routed_experts", 4096),
+        ("num_hidden_layers", 1000),
+        ("partial_rotary_factor", 10**400),
+        ("compress_rates", {"sliding_attention": 0}),
     ],
 )
 def test_value_that_is_not_implemented_is_refused(name: str, value: Any) -> None:
     assert f"field {name}" in refusal(**{name: value})
+
+
+def test_more_experts_than_anybody_has_are_refused_before_they_are_listed() -> None:
+    message = refusal(num_hidden_layers=61, compress_ratios=[0] * 61, n_routed_experts=1000)
+    assert "field n_routed_experts is 1000; in 64 layers that is more than 32,768 experts in all" in message
+
+
+def test_a_layer_count_is_not_believed_before_it_is_checked() -> None:
+    """A list of that length would not fit in memory."""
+    message = refusal(num_hidden_layers=10**15, mlp_layer_types=["moe"] * 6)
+    assert "field mlp_layer_types is ['moe', " in message
+    assert "num_hidden_layers = 1000000000000000" in message
 
 
 def test_quantised_weights_are_those_of_the_release_or_refused() -> None:
