@@ -54,7 +54,8 @@ def staging(destination: Path, replace: bool, resumable: str | None = None) -> I
         _empty(folder, {kept, journal_of(kept)} if resumable else set())
         yield folder
         _flush(folder)
-        journal_of(kept).unlink(missing_ok=True)
+        if resumable:
+            journal_of(kept).unlink()
         _move(folder, destination)
         _flush_folder(destination.parent)
     except (KeyboardInterrupt, SystemExit):
@@ -108,10 +109,15 @@ def _check_free(destination: Path, replace: bool) -> None:
 def _move(folder: Path, destination: Path) -> None:
     """Puts `folder` in the place of `destination`."""
     retired = destination.parent / f".{destination.name}.replaced"
-    if destination.exists() and any(destination.iterdir()):
-        shutil.rmtree(retired, ignore_errors=True)
-        os.rename(destination, retired)
-    os.rename(folder, destination)  # over an empty folder too
+    try:
+        if destination.exists() and any(destination.iterdir()):
+            shutil.rmtree(retired, ignore_errors=True)
+            os.rename(destination, retired)
+        os.rename(folder, destination)  # over an empty folder too
+    except BaseException:
+        if retired.exists() and not destination.exists():
+            os.rename(retired, destination)
+        raise
     shutil.rmtree(retired, ignore_errors=True)
 
 

@@ -232,6 +232,27 @@ def test_an_engine_is_replaced_only_by_force(checkpoint: Path, built: Built, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"engine"}
 
 
+def test_an_interrupt_in_the_middle_of_a_replacement_puts_the_old_engine_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the old folder has been moved away and the new one is not in its place."""
+    destination, rename = tmp_path / "engine", os.rename
+    destination.mkdir()
+    for name in ("config.json", "weights.index.json"):
+        (destination / name).write_text("old")
+
+    def interrupted(source: Path, target: Path) -> None:
+        if source.name == ".engine.building":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), staging(destination, replace=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert (destination / "config.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_place_that_cannot_be_written_is_named(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)

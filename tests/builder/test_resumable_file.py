@@ -127,6 +127,21 @@ def test_lines_that_are_none_are_cut_off(stopped: Path, tail: bytes) -> None:
     assert tail not in journal.read_bytes()
 
 
+def test_what_follows_a_whole_file_and_its_journal_is_cut_off(tmp_path: Path) -> None:
+    path, lines = tmp_path / "file", b'{"name": "e", "offset": 9216, "bytes": 4, "sha256": "0"}\n'
+    gone_on_with(path)
+    path.write_bytes(path.read_bytes() + bytes(500))
+    journal_of(path).write_bytes(journal_of(path).read_bytes() + lines)
+    assert gone_on_with(path).asked == []
+    assert lines not in journal_of(path).read_bytes()
+
+
+def test_a_line_of_another_part_vouches_for_nothing(stopped: Path) -> None:
+    journal = journal_of(stopped)
+    journal.write_text(journal.read_text().replace('"name": "b"', '"name": "x"'))
+    assert gone_on_with(stopped).asked == ["b", "c", "d"]
+
+
 def test_another_key_starts_anew_and_says_so(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert gone_on_with(stopped, key="other").asked == ["a", "b", "c", "d"]
     assert "begun from other inputs, with other options or by another version: it starts anew" in caplog.text
