@@ -13,7 +13,8 @@ import torch
 from twostroke.__main__ import main
 from twostroke.builder.checkpoint import Checkpoint
 from twostroke.builder.weights import read_weight
-from twostroke.engines.loading import file_hash, load_engine_directory, map_weights
+from twostroke.engines.file_records import file_hash
+from twostroke.engines.loading import load_engine_directory, map_weights
 from twostroke.engines.manifest import read_manifest, read_weights_index
 from twostroke.runtime.request import Request
 from twostroke.runtime.runtime_config import RuntimeConfig
