@@ -50,6 +50,7 @@ def undisturbed(checkpoint: Path) -> Path:
 def assert_same(folder: Path, undisturbed: Path) -> None:
     """The same files with the same bytes, and nothing beside the folder."""
     names = sorted(path.name for path in undisturbed.iterdir())
+    assert not any(name.endswith(".journal") for name in names)
     assert sorted(path.name for path in folder.iterdir()) == names
     assert filecmp.cmpfiles(folder, undisturbed, names, shallow=False) == (names, [], [])
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
