@@ -138,6 +138,7 @@ def test_every_scale_that_is_no_number_is_counted_in_one_error(tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_a_build_from_nan_scales_ends_with_one_line_and_no_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

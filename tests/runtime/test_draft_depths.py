@@ -54,6 +54,7 @@ def forced() -> LoadedEngine:
     return load_engine_directory(engine_directory(max_draft_len=7, force_draft_len=True, **small))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [7, 6, 3])
 def test_a_forced_block_gives_the_targets_own_answer(forced: LoadedEngine, depth: int) -> None:
     oracle = Oracle(guarded(forced))
@@ -66,6 +67,7 @@ def test_a_forced_block_gives_the_targets_own_answer(forced: LoadedEngine, depth
     assert {name: answer.tokens for name, answer in serve(scheduler, requests(60)).items()} == answers
 
 
+@pytest.mark.slow
 def test_a_forced_engine_says_what_it_was_trained_for(forced: LoadedEngine) -> None:
     assert forced.engines["propose"].bindings["tokens"].shape == ("R", 7)
     assert forced.manifest.speculative == Speculative("dspark", 7, 64, trained_len=5)
