@@ -20,7 +20,7 @@ from twostroke.engines.manifest import Binding, StateTensor
 from twostroke.plugins.moe.torch_op import MOE_EXPERTS, MOE_EXPERTS_FP4, MOE_EXPERTS_FP8
 from twostroke.plugins.quantised.torch_op import DEQUANTISE_FP8, LINEAR_FP8
 
-_device = "cpu"
+_device: str | None = None  # torch's own choice
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def shapes_only() -> Iterator[None]:
     try:
         yield
     finally:
-        _device = "cpu"
+        _device = None
 
 
 def allocate(network: nn.Module) -> None:
